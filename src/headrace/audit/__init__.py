@@ -1,0 +1,1 @@
+"""Leakage measurement: panels, splits, statistics, verdicts."""

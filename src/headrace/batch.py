@@ -1,0 +1,45 @@
+"""The unit of input: one micro-batch of tokens.
+
+Shape legend: B rows, T positions a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+IGNORE_INDEX = -100
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """Tokens that pass through a layer together.
+
+    Attributes:
+        input_ids_BT: int64 token ids.
+        targets_BT: int64; ``targets[b, t]`` is the token that position ``t`` must predict,
+            ``-100`` where nothing is supervised (padding, prompts, the end of a document).
+            Already shifted: the engine shifts nothing.
+        position_ids_BT: int64, starting again at 0 for every document.
+        cu_seqlens: int32 ``(num_documents + 1,)``, document boundaries in the flattened
+            ``B * T`` tokens, first 0 and last ``B * T``; a run of padding counts as a document.
+            ``None`` when every row is one document (padding, if any, on the right).
+    """
+
+    input_ids_BT: torch.Tensor
+    targets_BT: torch.Tensor
+    position_ids_BT: torch.Tensor
+    cu_seqlens: torch.Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Positions, padding included."""
+        return self.input_ids_BT.numel()
+
+    @property
+    def num_supervised_tokens(self) -> int:
+        """Positions with a target."""
+        return int((self.targets_BT != IGNORE_INDEX).sum())

@@ -1,0 +1,85 @@
+"""The command line: one thin module a verb, imported when the verb is called.
+
+``headrace --help`` lists the verbs from the table below and imports none of them, so it
+answers without torch. Every verb module exposes ``app``, a ``typer.Typer`` with one command
+or several. Errors of :mod:`headrace.errors` become one message on stderr and their exit code.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+VERBS = {
+    "quickstart": "Corpus, training, audit and report on small real data; a CPU is enough.",
+    "train": "Train from a YAML file: headrace train CONFIG [key=value ...].",
+    "export": "Write a checkpoint as a Hugging Face model folder.",
+    "corpus": "Build and inspect point-in-time corpora.",
+    "embed": "Embeddings of a panel's prompts, cached with their stack fingerprint.",
+    "audit": "Measure how much of a forecast comes from the future.",
+    "report": "One self-contained HTML file from result records.",
+    "bench": "Measured figures with the ceilings of the same run.",
+}
+
+
+def _usage() -> str:
+    width = max(map(len, VERBS))
+    lines = "\n".join(f"  {name:<{width}}  {text}" for name, text in VERBS.items())
+    return (
+        "Usage: headrace VERB [OPTIONS] [ARGS]...\n\n"
+        "Train all the weights of a large language model on the GPUs you have, and\n"
+        "prove what the result knows of the future.\n\n"
+        f"Verbs:\n{lines}\n\n"
+        "Options:\n"
+        "  --version   Print the version.\n"
+        "  --help      This text; 'headrace VERB --help' explains a verb.\n\n"
+        "Exit codes: 0 done, 1 failed, 2 usage or configuration, 3 will not fit,\n"
+        "75 saved and wants requeue, 130/143 stopped by a signal.\n"
+    )
+
+
+def _prepare_threads() -> None:
+    # Pools that spin between parallel regions cost 3x on a busy two-core machine. Both
+    # variables are read when the libraries load, so they are set before any verb imports them.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of ``headrace``; exits with the codes listed in the help text."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in {"-h", "--help", "help"}:
+        print(_usage(), end="")
+        sys.exit(0 if arguments else 2)
+    if arguments[0] == "--version":
+        from headrace import __version__
+
+        print(f"headrace {__version__}")
+        sys.exit(0)
+    verb = arguments[0]
+    if verb not in VERBS:
+        import difflib
+
+        near = difflib.get_close_matches(verb, VERBS, n=1)
+        hint = f" Did you mean '{near[0]}'?" if near else ""
+        print(f"headrace: no verb '{verb}'.{hint}\n\n{_usage()}", file=sys.stderr, end="")
+        sys.exit(2)
+    sys.exit(_run(verb, arguments[1:]))
+
+
+def _run(verb: str, arguments: list[str]) -> int:
+    from headrace.errors import HeadraceError
+
+    _prepare_threads()
+    try:
+        module = importlib.import_module(f"headrace.cli.{verb}")
+        result = module.app(args=arguments, prog_name=f"headrace {verb}", standalone_mode=True)
+    except HeadraceError as error:
+        print(f"headrace {verb}: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(f"headrace {verb}: interrupted", file=sys.stderr)
+        return 130
+    return result if isinstance(result, int) else 0

@@ -1,0 +1,1 @@
+"""Point-in-time corpora: documents, cutoffs, duplicates, manifests."""

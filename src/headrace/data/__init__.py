@@ -1,0 +1,1 @@
+"""Datasets as token rows, packed into micro-batches in a resumable order."""

@@ -1,0 +1,72 @@
+"""The exception tree: every error a user can cause or meet.
+
+::
+
+    HeadraceError            exit 1   anything headrace reports on purpose
+    ├── ConfigError          exit 2   a setting, key, path or argument is wrong
+    ├── DataError            exit 2   input rows, documents or panels are unusable
+    ├── ModelRefusedError    exit 2   the model cannot be trained exactly
+    ├── CapacityError        exit 3   the plan needs more memory or disk than there is
+    ├── CheckpointError      exit 1   a checkpoint is missing, partial or inconsistent
+    ├── NumericsError        exit 1   training diverged beyond what skipping a step repairs
+    └── LaneError            exit 1   a transfer or update lane failed in the middle of a step
+
+Every message says what was given, the limit, the reason and the remedy. A broken
+invariant is an ``assert``, never one of these.
+"""
+
+from __future__ import annotations
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_WILL_NOT_FIT = 3
+EXIT_REQUEUE = 75
+
+
+class HeadraceError(Exception):
+    """Base class. ``exit_code`` is what the command line returns for it."""
+
+    exit_code = EXIT_FAILED
+
+    def __init__(self, message: str, *, remedy: str | None = None) -> None:
+        """Build from what was given, the limit and the reason (``message``) and a ``remedy``."""
+        super().__init__(message if remedy is None else f"{message}\n  remedy: {remedy}")
+        self.message = message
+        self.remedy = remedy
+
+
+class ConfigError(HeadraceError):
+    """A setting, key, path or argument is wrong."""
+
+    exit_code = EXIT_USAGE
+
+
+class DataError(HeadraceError):
+    """Input rows, documents or panels are unusable; the message names them."""
+
+    exit_code = EXIT_USAGE
+
+
+class ModelRefusedError(HeadraceError):
+    """The model cannot be trained exactly by the streamed step."""
+
+    exit_code = EXIT_USAGE
+
+
+class CapacityError(HeadraceError):
+    """The plan needs more memory or disk than there is; the message holds the arithmetic."""
+
+    exit_code = EXIT_WILL_NOT_FIT
+
+
+class CheckpointError(HeadraceError):
+    """A checkpoint is missing, partial or inconsistent."""
+
+
+class NumericsError(HeadraceError):
+    """Training diverged beyond what skipping a step repairs."""
+
+
+class LaneError(HeadraceError):
+    """A transfer or update lane failed in the middle of a step."""

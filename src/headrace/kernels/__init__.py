@@ -1,0 +1,1 @@
+"""Host kernels: the plain reference, and the checked wrapper around the compiled ones."""

@@ -1,0 +1,1 @@
+"""Hugging Face models taken apart into units that can be streamed."""
