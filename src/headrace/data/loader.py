@@ -1,0 +1,272 @@
+"""Micro-batches of a step, made from row plans and token stores.
+
+Owns collation and the advance of the loader's state. The invariant: the rows of a step are the
+next ``micro_batch_size * accumulation * num_ranks`` of the epoch's order (fewer at its end),
+whatever the number of ranks, and a row's targets are the tokens that follow within its
+document. Padding is never a target and never counted as a token.
+
+Shape legend: B rows, T positions a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from headrace.batch import IGNORE_INDEX, MicroBatch
+from headrace.data.packing import RowPlan, RowSettings, cached_plan
+from headrace.data.sampler import LoaderState, RowOrder
+from headrace.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import numpy.typing as npt
+
+    from headrace.data.tokens import TokenStore
+
+    Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSet:
+    """A dataset ready to be read by rows.
+
+    Attributes:
+        label: what reports call it.
+        store: its tokens.
+        plan: its rows.
+        settings: how the rows were made.
+        weight: share of the mixture, or ``None``.
+    """
+
+    label: str
+    store: TokenStore
+    plan: RowPlan
+    settings: RowSettings
+    weight: float | None = None
+
+    @classmethod
+    def open(
+        cls, store: TokenStore, settings: RowSettings, *, label: str, weight: float | None = None
+    ) -> RowSet:
+        """Plan the rows of a store, or reuse the plan kept beside it.
+
+        Raises:
+            DataError: when no row is left.
+        """
+        plan = cached_plan(store.folder, store.offsets, settings)
+        if plan.num_rows == 0:
+            raise DataError(
+                f"dataset {label!r} has no document to learn from: {store.num_documents} documents,"
+                f" max_length {settings.max_length}, excess_length {settings.excess_length}",
+                remedy="give it documents of at least two tokens, or set excess_length: split",
+            )
+        return cls(label=label, store=store, plan=plan, settings=settings, weight=weight)
+
+    def supervise(self, piece: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """Inputs of a piece and the token each of its positions must predict, int32 ``(T,)``."""
+        start, length = int(self.plan.starts[piece]), int(self.plan.lengths[piece])
+        known = self.store.tokens if self.store.labels is None else self.store.labels
+        targets = np.full(length, IGNORE_INDEX, np.int32)
+        num_targets = length if self.plan.has_next[piece] else length - 1
+        targets[:num_targets] = known[start + 1 : start + 1 + num_targets]
+        return self.store.tokens[start : start + length], targets
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderSettings:
+    """How rows become steps.
+
+    Attributes:
+        micro_batch_size: rows a micro-batch (``per_device_train_batch_size``).
+        accumulation: micro-batches a step and rank (``gradient_accumulation_steps``).
+        num_ranks: processes that share a step.
+        drop_last: leave out the rows at the end of an epoch that fill no whole step.
+        pad_to_multiple_of: of the length of unpacked micro-batches.
+        pad_token_id: what padding holds; never read by the loss.
+    """
+
+    micro_batch_size: int
+    accumulation: int = 1
+    num_ranks: int = 1
+    drop_last: bool = False
+    pad_to_multiple_of: int = 8
+    pad_token_id: int = 0
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of the global batch."""
+        return self.micro_batch_size * self.accumulation * self.num_ranks
+
+    def steps_per_epoch(self, num_rows: int) -> int:
+        """Optimizer steps of an epoch; the last may be short.
+
+        Raises:
+            ConfigError: when ``drop_last`` leaves none.
+        """
+        steps = num_rows // self.rows_per_step
+        if self.drop_last:
+            if steps == 0:
+                raise ConfigError(
+                    f"dataloader_drop_last leaves nothing: an epoch has {num_rows} rows, a step "
+                    f"takes {self.rows_per_step}",
+                    remedy="lower gradient_accumulation_steps or the batch size",
+                )
+            return steps
+        return -(-num_rows // self.rows_per_step)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBatch:
+    """One rank's part of a step.
+
+    Attributes:
+        micro_batches: in the order in which the engine must see them.
+        row_ids: ``(dataset, row)`` of every row of the *global* batch, in order.
+        num_tokens: of this rank, padding not counted.
+        num_supervised_tokens: of this rank.
+        state: the loader after this step.
+    """
+
+    micro_batches: list[MicroBatch]
+    row_ids: list[tuple[int, int]]
+    num_tokens: int
+    num_supervised_tokens: int
+    state: LoaderState
+
+
+class TrainLoader:
+    """Steps without end, one epoch after the other.
+
+    Args:
+        row_sets: the datasets, all with the same row settings.
+        settings: batch sizes.
+        seed: of the order.
+        shuffle: see :class:`~headrace.data.sampler.RowOrder`.
+        rank: which part of each step this process gets.
+        state: where to go on; the beginning by default.
+    """
+
+    def __init__(
+        self,
+        row_sets: Sequence[RowSet],
+        settings: LoaderSettings,
+        *,
+        seed: int,
+        shuffle: bool = True,
+        rank: int = 0,
+        state: LoaderState | None = None,
+    ) -> None:
+        weighted = [rows.weight is not None for rows in row_sets]
+        if any(weighted) and not all(weighted):
+            missing = ", ".join(repr(rows.label) for rows in row_sets if rows.weight is None)
+            raise ConfigError(
+                f"some datasets have a weight, these have none: {missing}",
+                remedy="give every dataset a weight (its share of the tokens), or none",
+            )
+        assert len({rows.settings for rows in row_sets}) == 1
+        self.row_sets = list(row_sets)
+        self.settings = settings
+        self.rank = rank
+        self.order = RowOrder(
+            num_rows=tuple(rows.plan.num_rows for rows in row_sets),
+            num_tokens=tuple(rows.plan.num_tokens for rows in row_sets),
+            weights=tuple(r.weight for r in row_sets if r.weight is not None) or None,
+            seed=seed,
+            shuffle=shuffle,
+        )
+        self.steps_per_epoch = settings.steps_per_epoch(self.order.epoch_length)
+        self.state = state or LoaderState(seed=seed)
+        self._epoch: tuple[int, Ints, Ints] | None = None
+
+    def next_step(self) -> StepBatch:
+        """The next step's micro-batches; advances the state."""
+        epoch, datasets, rows = self._rows_of(self.state.epoch)
+        stop = min(self.state.index + self.settings.rows_per_step, len(rows))
+        chosen = slice(self.state.index, stop)
+        ids = list(zip(datasets[chosen].tolist(), rows[chosen].tolist(), strict=True))
+        size = self.settings.micro_batch_size
+        groups = [ids[first : first + size] for first in range(0, len(ids), size)]
+        mine = groups[self.rank :: self.settings.num_ranks]
+        built = [
+            collate([(self.row_sets[s], r) for s, r in group], self.settings) for group in mine
+        ]
+        used = self.settings.rows_per_step if self.settings.drop_last else 1
+        at_end = len(rows) - stop < used
+        self.state = (
+            replace(self.state, epoch=epoch + 1, index=0)
+            if at_end
+            else replace(self.state, index=stop)
+        )
+        micro_batches = [batch for batch, _ in built]
+        return StepBatch(
+            micro_batches=micro_batches,
+            row_ids=ids,
+            num_tokens=sum(count for _, count in built),
+            num_supervised_tokens=sum(batch.num_supervised_tokens for batch in micro_batches),
+            state=self.state,
+        )
+
+    def _rows_of(self, epoch: int) -> tuple[int, Ints, Ints]:
+        if self._epoch is None or self._epoch[0] != epoch:
+            self._epoch = (epoch, *self.order.epoch(epoch))
+        return self._epoch
+
+
+def evaluation_batches(
+    rows: RowSet, settings: LoaderSettings, *, rank: int = 0
+) -> Iterator[MicroBatch]:
+    """Every row of a dataset once, in order, this rank's micro-batches only."""
+    size = settings.micro_batch_size
+    for first in range(rank * size, rows.plan.num_rows, size * settings.num_ranks):
+        last = min(first + size, rows.plan.num_rows)
+        yield collate([(rows, row) for row in range(first, last)], settings)[0]
+
+
+def collate(rows: Sequence[tuple[RowSet, int]], settings: LoaderSettings) -> tuple[MicroBatch, int]:
+    """A micro-batch and its number of tokens, padding not counted.
+
+    Packed rows are ``max_length`` long and carry ``cu_seqlens``; unpacked rows are one document
+    each, padded on the right to the longest of them.
+    """
+    packed = rows[0][0].settings.packing
+    if packed:
+        T = rows[0][0].settings.max_length
+    else:
+        longest = max(int(s.plan.lengths[s.plan.row_offsets[row]]) for s, row in rows)
+        multiple = settings.pad_to_multiple_of
+        T = min(-(-longest // multiple) * multiple, rows[0][0].settings.max_length)
+    B = len(rows)
+    inputs_BT = np.full((B, T), settings.pad_token_id, np.int64)
+    targets_BT = np.full((B, T), IGNORE_INDEX, np.int64)
+    positions_BT = np.zeros((B, T), np.int64)
+    bounds = [0]
+    num_tokens = 0
+    for b, (row_set, row) in enumerate(rows):
+        at = 0
+        for piece in range(row_set.plan.row_offsets[row], row_set.plan.row_offsets[row + 1]):
+            ids, targets = row_set.supervise(piece)
+            span = slice(at, at + len(ids))
+            inputs_BT[b, span] = ids
+            targets_BT[b, span] = targets
+            positions_BT[b, span] = np.arange(len(ids))
+            at = span.stop
+            bounds.append(b * T + at)
+        num_tokens += at
+        if at < T and packed:
+            positions_BT[b, at:] = np.arange(T - at)
+            bounds.append((b + 1) * T)
+        elif at < T:
+            # One document a row: positions run on, and causal attention keeps what follows
+            # the document out of its sight.
+            positions_BT[b, at:] = np.arange(at, T)
+    return MicroBatch(
+        input_ids_BT=torch.from_numpy(inputs_BT),
+        targets_BT=torch.from_numpy(targets_BT),
+        position_ids_BT=torch.from_numpy(positions_BT),
+        cu_seqlens=torch.tensor(bounds, dtype=torch.int32) if packed else None,
+    ), num_tokens
