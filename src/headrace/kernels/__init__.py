@@ -1,1 +1,74 @@
-"""Host kernels: the plain reference, and the checked wrapper around the compiled ones."""
+"""Host kernels: the plain reference, and the checked wrapper around the compiled ones.
+
+:func:`load` chooses between them and says why. Importing this package does neither.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING, Any, Literal
+
+from headrace.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headrace.kernels.calls import HostKernels, PoolLike
+
+_LOGGER = logging.getLogger(__name__)
+
+REQUIRE_VARIABLE = "HEADRACE_REQUIRE_NATIVE"
+_COST = "the NumPy reference runs instead, with the same results, on one thread and some 50x slower"
+
+
+def is_native_required() -> bool:
+    """Whether the environment forbids falling back to the reference."""
+    return os.environ.get(REQUIRE_VARIABLE, "").lower() not in {"", "0", "false", "no", "off"}
+
+
+def load(backend: Literal["auto", "native", "reference"] = "auto") -> HostKernels:
+    """Choose the backend of the host kernels, and log which and why.
+
+    Args:
+        backend: ``native`` (compiled), ``reference`` (NumPy), or ``auto``: native where it was
+            built, else the reference with a warning that says what it costs.
+
+    Raises:
+        ConfigError: ``backend`` is none of these.
+        ImportError: The compiled kernels are missing and asked for, by ``backend`` or by
+            ``HEADRACE_REQUIRE_NATIVE=1``.
+    """
+    if backend not in {"auto", "native", "reference"}:
+        raise ConfigError(
+            f"kernels backend {backend!r} is unknown", remedy="use auto, native or reference"
+        )
+    from headrace.kernels.calls import HostKernels  # noqa: PLC0415  numpy only when asked for
+
+    if backend != "reference":
+        try:
+            from headrace.kernels.native import NativeBackend  # noqa: PLC0415  may be missing
+        except ImportError as error:
+            if backend == "native" or is_native_required():
+                raise
+            _LOGGER.warning("no compiled host kernels: %s. %s", _COST, error)
+        else:
+            native = NativeBackend()
+            _LOGGER.info("host kernels: native, %s", native.instruction_set)
+            return HostKernels(native)
+    from headrace.kernels.reference import ReferenceBackend  # noqa: PLC0415  see above
+
+    if backend == "reference":
+        _LOGGER.info("host kernels: reference, as asked")
+    return HostKernels(ReferenceBackend())
+
+
+def make_pool(kernels: HostKernels, num_threads: int | None = None) -> PoolLike:
+    """A pool of threads for these kernels; by default one a processor this process may use."""
+    if num_threads is None:
+        num_threads = len(os.sched_getaffinity(0))
+    if kernels.backend.name == "native":
+        from headrace.kernels import native  # noqa: PLC0415  may be missing
+
+        return native.Pool(num_threads)
+    from headrace.kernels import reference  # noqa: PLC0415  see above
+
+    return reference.Pool(num_threads)
