@@ -135,8 +135,10 @@ class _Splitter:
         """Rows dated before the embargo that ends at session ``first``."""
         times = self.times
         if isinstance(embargo, np.timedelta64):
-            return times.sessions[times.session] < times.sessions[first] - embargo
-        return times.session < first - embargo
+            before: NDArray[np.bool_] = times.sessions < times.sessions[first] - embargo
+        else:
+            before = np.arange(len(times.sessions)) < first - embargo
+        return before[times.session]
 
     def _split(self, train: NDArray[np.bool_], test: NDArray[np.bool_], what: str) -> Split:
         for mask, side in ((train, "training"), (test, "test")):
