@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from headrace.report.page import Block, Facts, Heading, Note, Section, Table
-from headrace.report.text import MISSING, count, p_value, percent
+from headrace.report.text import MISSING, count, p_cell, percent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -81,10 +81,9 @@ def every_figure(audit: Node, quantities: Mapping[str, Quantity]) -> Section:
 
 def _row(item: Quantity, *, name_stack: bool) -> list[str]:
     level = "" if item.level == 0.95 or item.low is None else f" ({percent(item.level)})"
-    tests = [p_value(item.p_value).removeprefix("p = ")]
+    tests = [p_cell(item.p_value)] if item.p_value is not None else []
     if item.p_adjusted is not None:
-        adjusted = p_value(item.p_adjusted).removeprefix("p = ")
-        tests.append(f"{item.adjustment or 'adjusted'} {adjusted}")
+        tests.append(f"{item.adjustment or 'adjusted'} {p_cell(item.p_adjusted)}")
     method = [item.method.replace("_", " ")] if item.method else []
     if item.num_blocks is not None:
         method.append(f"{item.num_blocks} blocks")
@@ -99,7 +98,7 @@ def _row(item: Quantity, *, name_stack: bool) -> list[str]:
         item.label + (f". {item.note}" if item.note else ""),
         item.written() + level,
         f"{count(item.n)} {item.n_unit}",
-        "; ".join(test for test in tests if test) or MISSING,
+        "; ".join(tests) or MISSING,
         ", ".join(method),
     ]
 

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import headrace
 from headrace.errors import ConfigError
-from headrace.report import appendix, cards, records, sections_audit, sections_corpus
+from headrace.report import (
+    appendix,
+    cards,
+    records,
+    sections_audit,
+    sections_corpus,
+    sections_evaluation,
+)
 from headrace.report.figures import null
 from headrace.report.page import (
     Block,
@@ -90,9 +97,9 @@ def build_page(found: Records, *, title: str = DEFAULT_TITLE) -> tuple[Page, lis
         sections.append(_panel(found.audit))
         sections.append(sections_audit.around_cutoff(found.audit, quantities))
         sections.append(sections_audit.over_time(found.audit, quantities))
-        sections.append(sections_audit.reduction(found.audit, quantities))
-        sections.append(sections_audit.evaluation(found.audit, quantities))
-        controls = sections_audit.controls(found.audit, quantities)
+        sections.append(sections_evaluation.reduction(found.audit, quantities))
+        sections.append(sections_evaluation.evaluation(found.audit, quantities))
+        controls = sections_evaluation.controls(found.audit, quantities)
         sections += [controls] if controls is not None else []
     num_failed = len(_notes(sections, "failed"))
     sections.append(_checks(found, sections))

@@ -184,7 +184,8 @@ def _gains(
         key = f"models[{index}].contamination.{channel}"
         groups.append(
             forest.Group(
-                heading=_heading(channel, quantities[f"{key}.contrast"]),
+                heading=f"Gain, {CHANNEL_NAMES.get(channel, channel)}",
+                note=_contrast(quantities[f"{key}.contrast"]),
                 rows=cutoff_rows(key, quantities),
             )
         )
@@ -216,10 +217,10 @@ def _cutoff_picture(
     )
 
 
-def _heading(channel: str, contrast: Quantity) -> str:
-    tested = p_value(contrast.p_adjusted if contrast.p_adjusted is not None else contrast.p_value)
-    words = CHANNEL_NAMES.get(channel, channel)
-    return f"Gain, {words}" + (f" ({tested}, before against after)" if tested else "")
+def _contrast(contrast: Quantity) -> str:
+    adjusted = contrast.p_adjusted is not None
+    tested = p_value(contrast.p_adjusted if adjusted else contrast.p_value)
+    return f"before against after: {tested}" if tested else ""
 
 
 def cutoff_rows(key: str, quantities: Mapping[str, Quantity]) -> Sequence[forest.Row]:

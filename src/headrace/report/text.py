@@ -47,6 +47,11 @@ def p_value(value: float | None) -> str:
     return f"p = {value:.3f}" if value < 0.1 else f"p = {value:.2f}"
 
 
+def p_cell(value: float | None) -> str:
+    """A p-value for a column that is called so: ``0.41``, ``< 0.001`` or an em dash."""
+    return p_value(value).removeprefix("p = ").removeprefix("p ") or MISSING
+
+
 def count(value: float) -> str:
     """An exact count with separators: ``2,332,293``."""
     return f"{round(value):,}"

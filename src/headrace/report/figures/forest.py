@@ -39,10 +39,11 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Rows under one heading."""
+    """Rows under one heading, with a ``note`` on the heading's line (below it when narrow)."""
 
     heading: str
     rows: Sequence[Row]
+    note: str = ""
 
 
 _ROW, _HEADING, _SPACE = 24, 24, 10
@@ -59,11 +60,12 @@ def draw(
 ) -> str:
     """SVG of all groups on one scale; ``unit`` names it, ``limits`` shares it with others."""
     narrow = width < 500
-    row_height = 40 if narrow else _ROW
+    stacked = narrow and _would_collide(groups, width)
+    row_height = _ROW if not narrow else 56 if stacked else 42
     label_width = 0 if narrow else min(240, 12 + 6.8 * _longest(groups))
     value_width = 0 if narrow else 184
     height = sum(
-        (_HEADING if group.heading else 0) + row_height * len(group.rows) + _SPACE
+        _heading_height(group, narrow=narrow) + row_height * len(group.rows) + _SPACE
         for group in groups
     )
     canvas = theme.Canvas(width, int(height + 42))
@@ -77,12 +79,18 @@ def draw(
     for group in groups:
         if group.heading:
             canvas.text(0, 4 + top + 14, group.heading, fontweight="bold")
-            top += _HEADING
+            if group.note:
+                place = (0, 4 + top + 30) if narrow else (width, 4 + top + 14)
+                canvas.text(*place, group.note, color=theme.MUTED, ha="left" if narrow else "right")
+            top += _heading_height(group, narrow=narrow)
         for row in group.rows:
             middle = top + (row_height - 9 if narrow else row_height / 2)
             words = top + (14 if narrow else row_height / 2 + 4)
             canvas.text(0, 4 + words, row.label)
-            canvas.text(width, 4 + words, _written(row), ha="right", color=theme.MUTED)
+            if stacked:
+                canvas.text(0, 4 + words + 16, _written(row), color=theme.MUTED)
+            else:
+                canvas.text(width, 4 + words, _written(row), ha="right", color=theme.MUTED)
             half = 9.0 if narrow else row_height / 2  # lines stop short of words on a phone
             axes.vlines(marks, middle - half, middle + half, color=theme.GRID, linewidth=0.7)
             if low < 0 < high:
@@ -92,6 +100,17 @@ def draw(
         top += _SPACE
     canvas.text(label_width + 8 if not narrow else 0, canvas.height - 4, unit, color=theme.MUTED)
     return canvas.svg(identity, label)
+
+
+def _heading_height(group: Group, *, narrow: bool) -> int:
+    if not group.heading:
+        return 0
+    return _HEADING + (16 if narrow and group.note else 0)
+
+
+def _would_collide(groups: Sequence[Group], width: int) -> bool:
+    lengths = [len(row.label) + len(_written(row)) for group in groups for row in group.rows]
+    return 6.9 * max(lengths, default=0) + 10 > width
 
 
 def _longest(groups: Sequence[Group]) -> int:
