@@ -40,8 +40,15 @@ _CHUNK_BYTES = 96 << 20
 class Targets(Protocol):
     """Columns to predict. Values are centred near 0; a missing one is NaN."""
 
-    num_columns: int
-    num_features: int
+    @property
+    def num_columns(self) -> int:
+        """M."""
+        ...
+
+    @property
+    def num_features(self) -> int:
+        """P."""
+        ...
 
     def block(self, rows: Rows, columns: slice) -> Array:
         """``(K, n, M)``: targets, then the features that move with them."""
@@ -354,19 +361,19 @@ def nested_ridge(
         # Ties go to the stronger penalty: the flipped order makes argmin see it first.
         total = loss_WAM[list(fold.windows)].sum(axis=0)[::-1]
         chosen = grid[::-1][np.argmin(total, axis=0)]
-        basis: _Basis | None
+        fitted_basis: _Basis | None
         if np.isinf(chosen).all():
-            basis, coordinates = None, np.zeros((0, 0))
+            fitted_basis, coordinates = None, np.zeros((0, 0))
         else:
-            basis = _decompose(book, fold.train)
-            coordinates = basis.coordinates(book.values[fold.test])
+            fitted_basis = _decompose(book, fold.train)
+            coordinates = fitted_basis.coordinates(book.values[fold.test])
         for columns in solver.chunks:
             block = targets.block(fold.test, columns)
-            if basis is None:
+            if fitted_basis is None:
                 train = np.nan_to_num(targets.block(fold.train, columns)[0], nan=0.0)
                 deviation, constant = np.zeros(block.shape[1:]), train.mean(axis=0)
             else:
-                heads = _heads(basis, solver.sums(fold.train, columns))
+                heads = _heads(fitted_basis, solver.sums(fold.train, columns))
                 deviation = heads.predict(coordinates, block[1:], chosen[columns])
                 constant = heads.constant_M
             consume(

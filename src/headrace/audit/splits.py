@@ -254,7 +254,7 @@ class CombinatorialPurged(_Splitter):
             )
         for chosen in itertools.combinations(range(self.num_blocks), self.num_test_blocks):
             tested = np.isin(block, chosen)
-            train = self._allowed(tested) & self._embargo_after(tested, self.embargo)
+            train = self.train_rows(tested)
             what = f"purged fold that tests block {', '.join(map(str, chosen))}"
             yield self._split(train, tested[self.times.session], what)
 
@@ -262,6 +262,10 @@ class CombinatorialPurged(_Splitter):
         """Number of combinations."""
         del X, y, groups
         return math.comb(self.num_blocks, self.num_test_blocks)
+
+    def train_rows(self, tested: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Mask of the rows that may train when the sessions of ``tested`` (``(T,)``) are tested."""
+        return self._allowed(tested) & self._embargo_after(tested, self.embargo)
 
 
 class PurgedKFold(CombinatorialPurged):

@@ -1,0 +1,187 @@
+"""Intervals and p-values: date blocks, shifted dates, and corrections for several tests.
+
+Owns the arithmetic of uncertainty. The invariant: an interval made here treats predictions as
+fixed and dates as the sampled thing; a p-value made here counts the observed value among its
+null, so it is never 0. It knows no model.
+
+Sources: date-block t after the batch-means method, G - 1 degrees of freedom; Welch and
+Satterthwaite for two arms; Holm 1979; step-down max-T of Westfall and Young 1993; shifted
+dates after the shift test of Harrison 2022 and the circular shift test for time series.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from scipy import stats
+
+from headrace.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    Array = NDArray[np.float64]
+
+MIN_BLOCKS = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """A mean over dates with the error of date blocks.
+
+    Attributes:
+        value, se: estimate and standard error.
+        df: degrees of freedom of its t.
+        num_blocks: blocks behind the error.
+        n: observations behind the value.
+    """
+
+    value: float
+    se: float
+    df: float
+    num_blocks: int
+    n: int
+
+    def interval(self, level: float = 0.95) -> tuple[float, float]:
+        """Two-sided t interval."""
+        half = float(stats.t.ppf(0.5 + level / 2, self.df)) * self.se
+        return self.value - half, self.value + half
+
+    def p_above(self, null: float = 0.0) -> float:
+        """One-sided p-value against values at or below ``null``."""
+        if self.se == 0.0:
+            # Nothing was predicted on either side: no evidence, not infinite evidence.
+            return 1.0
+        return float(stats.t.sf((self.value - null) / self.se, self.df))
+
+
+def block_length(label_length: int, *, at_least: int = 5) -> int:
+    """Sessions of a block: a week, or five label lengths where labels overlap."""
+    return at_least if label_length <= 1 else max(at_least, 5 * label_length)
+
+
+def date_block_mean(
+    values: Array, session: NDArray[np.integer], *, length: int, weight: Array | None = None
+) -> Estimate:
+    """Mean of ``values`` with the error of blocks of ``length`` consecutive sessions.
+
+    Args:
+        values: ``(n,)`` one contribution a row.
+        session: ``(n,)`` its date.
+        length: sessions a block; the last block takes the remainder.
+        weight: ``(n,)`` weights; equal by default.
+
+    Raises:
+        DataError: fewer than 10 blocks.
+    """
+    if len(values) == 0:
+        raise DataError("no rows to average")
+    mass = np.ones(len(values)) if weight is None else weight
+    first = int(session.min())
+    num_blocks = max(1, (int(session.max()) - first + 1) // length)
+    block = np.minimum((session - first) // length, num_blocks - 1)
+    totals = np.bincount(block, values * mass, num_blocks)
+    masses = np.bincount(block, mass, num_blocks)
+    filled = masses > 0
+    totals, masses = totals[filled], masses[filled]
+    count = len(totals)
+    if count < MIN_BLOCKS:
+        raise DataError(
+            f"{count} blocks of {length} sessions: at least {MIN_BLOCKS} are needed for an interval"
+        )
+    mean = totals.sum() / masses.sum()
+    residual = totals - mean * masses
+    se = float(np.sqrt(count / (count - 1) * (residual**2).sum()) / masses.sum())
+    # Rounding of a sum that is exactly zero must not look like a tiny, certain effect.
+    if se <= 1e-12 * float(np.abs(values).max(initial=0.0)):
+        se = 0.0
+    return Estimate(value=float(mean), se=se, df=float(count - 1), num_blocks=count, n=len(values))
+
+
+def difference(first: Estimate, second: Estimate) -> Estimate:
+    """``first - second`` of independent dates, Welch's degrees of freedom."""
+    variance = first.se**2 + second.se**2
+    spread = first.se**4 / first.df + second.se**4 / second.df
+    return Estimate(
+        value=first.value - second.value,
+        se=float(np.sqrt(variance)),
+        df=float(variance**2 / spread) if spread > 0 else min(first.df, second.df),
+        num_blocks=first.num_blocks + second.num_blocks,
+        n=first.n + second.n,
+    )
+
+
+def scaled(estimate: Estimate, factor: float) -> Estimate:
+    """The estimate of ``factor`` times the quantity."""
+    return Estimate(
+        value=estimate.value * factor,
+        se=estimate.se * abs(factor),
+        df=estimate.df,
+        num_blocks=estimate.num_blocks,
+        n=estimate.n,
+    )
+
+
+def admissible_offsets(num_sessions: int, label_sessions: int) -> NDArray[np.int64]:
+    """Every circular offset of at least ``max(10, 2 x label)`` sessions in both directions."""
+    least = max(10, 2 * label_sessions)
+    return np.arange(least, num_sessions - least + 1, dtype=np.int64)
+
+
+def draw_offsets(
+    num_sessions: int, label_sessions: int, num_draws: int, rng: np.random.Generator
+) -> NDArray[np.int64]:
+    """``num_draws`` different admissible offsets in random order, or all there are."""
+    offsets = admissible_offsets(num_sessions, label_sessions)
+    return rng.permutation(offsets)[:num_draws]
+
+
+def shift_p(observed: float, null: Array) -> float:
+    """``(1 + #{null >= observed}) / (1 + B)``."""
+    return float((1 + np.count_nonzero(null >= observed)) / (1 + len(null)))
+
+
+def shift_p_two_sided(observed: float, null: Array) -> float:
+    """Two-sided, about the median of the null."""
+    centre = float(np.median(null))
+    return shift_p(abs(observed - centre), np.abs(null - centre))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's step-down adjustment, in the order given."""
+    p = np.asarray(p_values, dtype=np.float64)
+    order = np.argsort(p, kind="stable")
+    factors = len(p) - np.arange(len(p))
+    stepped = np.minimum(np.maximum.accumulate(p[order] * factors), 1.0)
+    adjusted = np.empty(len(p))
+    adjusted[order] = stepped
+    return [float(value) for value in adjusted]
+
+
+def max_t(observed: Sequence[float], null_SB: Array) -> list[float]:
+    """Step-down max-T on shared shifts, one-sided.
+
+    Each statistic is put on its null's own scale first (median and standard deviation), so that
+    none dominates the maximum by its units.
+
+    Args:
+        observed: S statistics.
+        null_SB: ``(S, B)``, column b from the same offset for every statistic.
+    """
+    centre = np.median(null_SB, axis=1, keepdims=True)
+    spread = null_SB.std(axis=1, keepdims=True)
+    spread[spread == 0] = 1.0
+    z = ((np.asarray(observed)[:, None] - centre) / spread)[:, 0]
+    null = (null_SB - centre) / spread
+    order = np.argsort(-z, kind="stable")
+    adjusted = np.empty(len(z))
+    running = 0.0
+    for rank, s in enumerate(order):
+        p = shift_p(float(z[s]), null[order[rank:]].max(axis=0))
+        running = max(running, p)
+        adjusted[s] = running
+    return [float(value) for value in adjusted]
