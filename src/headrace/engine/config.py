@@ -1,0 +1,118 @@
+"""Settings of the streamed step and of its optimizer."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from headrace.errors import ConfigError
+from headrace.units import MIB
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How a step runs; none of these changes its result beyond rounding.
+
+    Attributes:
+        activations: what a layer leaves for its backward: ``"keep"`` its graph, or
+            ``"recompute"`` it from the layer's input.
+        micro_batches_per_wave: micro-batches that pass through a layer before the next layer is
+            sent; None puts the whole step in one wave. Several waves accumulate gradients of all
+            units in float32 on the device.
+        weight_slots: layer windows on the device; two overlap transfer and compute.
+        gradient_slots: gradient buffers of a layer on the device.
+        chunk_bytes: piece of a gradient that returns, and is updated, on its own.
+        update_threads: host threads of the optimizer; None takes the cores of this process.
+        loss_chunk_tokens: tokens whose logits exist at a time.
+        gradient_dtype: what returns to the host; None is bfloat16 for bfloat16 models, else float32.
+        compile: compile the layer templates; None compiles on CUDA only.
+        deterministic: bitwise equal runs on CUDA (on the CPU they always are).
+        lane_timeout_seconds: the longest a step waits for a transfer or update before it fails.
+        poison_slots: overwrite freed slots with NaN and never reuse a sent layer: the check that
+            no stale weight is read, used by the self-test and ``headrace doctor``.
+        lane_jitter_seconds: random delay before every transfer and update, for the same check.
+    """
+
+    activations: Literal["keep", "recompute"] = "keep"
+    micro_batches_per_wave: int | None = None
+    weight_slots: int = 3
+    gradient_slots: int = 2
+    chunk_bytes: int = 64 * MIB
+    update_threads: int | None = None
+    loss_chunk_tokens: int = 1024
+    gradient_dtype: Literal["bfloat16", "float32"] | None = None
+    compile: bool | None = None
+    deterministic: bool = False
+    lane_timeout_seconds: float = 600.0
+    poison_slots: bool = False
+    lane_jitter_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse values that no step could run with."""
+        limits = {
+            "weight_slots": (self.weight_slots, 2),
+            "gradient_slots": (self.gradient_slots, 1),
+            "loss_chunk_tokens": (self.loss_chunk_tokens, 1),
+            "chunk_bytes": (self.chunk_bytes, 4096),
+        }
+        for name, (value, least) in limits.items():
+            if value < least:
+                raise ConfigError(f"engine.{name} is {value}; it must be at least {least}")
+        for name in ("micro_batches_per_wave", "update_threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"engine.{name} is {value}; it must be at least 1, or absent")
+        if self.activations not in ("keep", "recompute"):
+            raise ConfigError(f"engine.activations is {self.activations!r}: keep or recompute")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamGroup:
+    """Overrides for the parameters whose name matches ``pattern`` (a regular expression).
+
+    Attributes:
+        pattern: searched in the Hugging Face parameter name; the first group that matches counts.
+        learning_rate_scale: multiplies the step's learning rate.
+        weight_decay: None keeps the optimizer's.
+    """
+
+    pattern: str
+    learning_rate_scale: float = 1.0
+    weight_decay: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a pattern that is not a regular expression."""
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            raise ConfigError(f"parameter group pattern {self.pattern!r}: {error}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWConfig:
+    """AdamW with decoupled decay (Loshchilov & Hutter 2019), as ``torch.optim.AdamW``.
+
+    Attributes:
+        beta1: decay of the first moment.
+        beta2: decay of the second moment.
+        eps: added to the root of the second moment.
+        weight_decay: applied to matrices only, as transformers' Trainer does.
+        groups: overrides by parameter name.
+    """
+
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    groups: tuple[ParamGroup, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse values outside their range."""
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must lie in [0, 1)")
+        if self.eps <= 0:
+            raise ConfigError(f"eps is {self.eps}; it must be positive")
+        if self.weight_decay < 0:
+            raise ConfigError(f"weight_decay is {self.weight_decay}; it must not be negative")

@@ -1,0 +1,174 @@
+"""Lanes: ordered queues of work beside compute, each with a thread and, on CUDA, a stream.
+
+Invariants: jobs of a lane run in the order they were submitted; a job starts after everything it
+was told to wait for; an exception in any job reaches the caller at its next wait, and every later
+job of that lane is dropped; nothing waits without a bound. On the CPU a job is done when its
+function returned; on CUDA when, besides, the work it enqueued on the lane's stream is done.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from headrace.errors import HeadraceError, LaneError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A point in the compute stream that lanes can wait for; free on the CPU."""
+
+    event: torch.cuda.Event | None
+
+    @classmethod
+    def here(cls, device: torch.device) -> Mark:
+        """Mark everything enqueued on the current stream so far."""
+        if device.type != "cuda":
+            return cls(None)
+        event = torch.cuda.Event()
+        event.record()
+        return cls(event)
+
+    def wait_on_stream(self) -> None:
+        """Order the current stream after this point."""
+        if self.event is not None:
+            self.event.wait()
+
+
+class Ticket:
+    """Completion of a lane job."""
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        self._future: Future[torch.cuda.Event | None] = Future()
+        self.work_started: float | None = None  # host clock, when the job stopped waiting
+
+    def _finish(self, event: torch.cuda.Event | None) -> None:
+        self._future.set_result(event)
+
+    def _fail(self, error: BaseException) -> None:
+        self._future.set_exception(error)
+
+    def _result(self) -> torch.cuda.Event | None:
+        try:
+            return self._future.result(timeout=self._lane.timeout_seconds)
+        except FutureTimeoutError:
+            raise LaneError(
+                f"the {self._lane.name} lane did not finish within "
+                f"{self._lane.timeout_seconds:.0f} s",
+                remedy="look for a stalled disk or device; engine.lane_timeout_seconds is the bound",
+            ) from None
+        except HeadraceError:
+            raise
+        except Exception as error:
+            raise LaneError(
+                f"the {self._lane.name} lane failed: {type(error).__name__}: {error}"
+            ) from error
+
+    def wait_on_stream(self) -> None:
+        """Block the host until the job was carried out, and the current stream until its work is."""
+        event = self._result()
+        if event is not None:
+            event.wait()
+
+    def synchronize(self) -> None:
+        """Block the host until the job and its device work are done."""
+        event = self._result()
+        if event is not None:
+            event.synchronize()
+
+
+class Lane:
+    """One ordered queue of work."""
+
+    def __init__(
+        self,
+        name: str,
+        device: torch.device,
+        *,
+        timeout_seconds: float,
+        jitter: Callable[[], float] | None = None,
+    ) -> None:
+        """Start the lane's thread.
+
+        Args:
+            name: used in messages and traces.
+            device: the compute device; a CUDA lane owns a stream on it.
+            timeout_seconds: the bound of every wait.
+            jitter: seconds to sleep before each job (race checks), or None.
+        """
+        self.name = name
+        self.timeout_seconds = timeout_seconds
+        self._device = device
+        self._jitter = jitter
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._jobs: queue.SimpleQueue[
+            tuple[Ticket, tuple[Ticket | Mark, ...], Callable[[], None]] | None
+        ] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=f"headrace-{name}", daemon=True)
+        self._thread.start()
+
+    def submit(
+        self, work: Callable[[], None], after: Iterable[Ticket | Mark | None] = ()
+    ) -> Ticket:
+        """Queue ``work`` to run once everything in ``after`` is done."""
+        ticket = Ticket(self)
+        waits = tuple(item for item in after if item is not None)
+        self._jobs.put((ticket, waits, work))
+        return ticket
+
+    def close(self) -> None:
+        """Finish the queued jobs and end the thread."""
+        self._jobs.put(None)
+        self._thread.join(timeout=self.timeout_seconds)
+
+    def _run(self) -> None:
+        if self._stream is not None:
+            torch.cuda.set_device(self._device)
+        while (job := self._jobs.get()) is not None:
+            ticket, waits, work = job
+            if self._error is not None:
+                ticket._fail(self._error)  # noqa: SLF001 - one class in two halves
+                continue
+            try:
+                ticket._finish(self._carry_out(ticket, waits, work))  # noqa: SLF001
+            except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+                self._error = error
+                ticket._fail(error)  # noqa: SLF001
+            del job, ticket, waits, work  # let buffers go before waiting for the next job
+
+    def _carry_out(
+        self, ticket: Ticket, waits: tuple[Ticket | Mark, ...], work: Callable[[], None]
+    ) -> torch.cuda.Event | None:
+        if self._stream is None:
+            for item in waits:
+                item.wait_on_stream()
+            self._delay()
+            ticket.work_started = time.perf_counter()
+            with torch.no_grad():
+                work()
+            return None
+        with torch.cuda.stream(self._stream), torch.no_grad():
+            for item in waits:
+                item.wait_on_stream()
+            self._delay()
+            ticket.work_started = time.perf_counter()
+            work()
+            event = torch.cuda.Event()
+            event.record()
+            return event
+
+    def _delay(self) -> None:
+        if self._jitter is not None:
+            time.sleep(self._jitter())

@@ -1,0 +1,256 @@
+"""Forward and backward of one unit for one micro-batch, on weights that are in a slot.
+
+Stateless: every function takes the slot it reads. Shape legend: B rows, T positions, D hidden
+size, N = B * T tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from headrace.engine.slots import KeptGraph, Slot
+from headrace.models.loss import linear_cross_entropy
+
+if TYPE_CHECKING:
+    from headrace.engine.slots import GradientSlot
+    from headrace.models.capture import CallCapture, LayerArguments
+    from headrace.models.spec import ModelSpec
+    from headrace.models.templates import Templates
+    from headrace.store.layout import UnitLayout
+
+
+@dataclass(frozen=True)
+class DeviceBatch:
+    """A micro-batch on the compute device; ``cu_seqlens`` stays where attention wants it."""
+
+    input_ids_BT: torch.Tensor
+    targets_BT: torch.Tensor
+    position_ids_BT: torch.Tensor
+    cu_seqlens: torch.Tensor | None
+
+
+@dataclass
+class LayerRecord:
+    """What one layer leaves for its backward, a micro-batch.
+
+    Attributes:
+        input_BTD: the layer's input, a leaf.
+        output_BTD: its output with graph, or None when it is to be recomputed.
+        graph: where the graph finds its weights.
+        leaves: the trainable parameters the graph was built on.
+    """
+
+    input_BTD: torch.Tensor
+    output_BTD: torch.Tensor | None = None
+    graph: KeptGraph | None = None
+    leaves: list[torch.Tensor] | None = None
+
+
+def trainable_leaves(slot: Slot, layout: UnitLayout) -> list[torch.Tensor]:
+    """The trainable parameters in layout order."""
+    parameters = slot.parameters(layout)
+    return [parameters[p.local_name] for p in layout.params if p.trainable]
+
+
+class Passes:
+    """The unit passes of one model."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        capture: CallCapture,
+        templates: Templates,
+        *,
+        loss_chunk_tokens: int,
+    ) -> None:
+        self._spec = spec
+        self._capture = capture
+        self._templates = templates
+        self._loss_chunk_tokens = loss_chunk_tokens
+
+    # -- embedding -------------------------------------------------------------------------
+
+    def embed(self, slot: Slot, batch: DeviceBatch) -> tuple[torch.Tensor, list[LayerArguments]]:
+        """The first layer's input, without graph, and every layer's arguments."""
+        with torch.no_grad():
+            return self._embed(slot, batch)
+
+    def _embed(self, slot: Slot, batch: DeviceBatch) -> tuple[torch.Tensor, list[LayerArguments]]:
+        return self._capture(
+            slot.parameters(self._spec.units[0]),
+            batch.input_ids_BT,
+            batch.position_ids_BT,
+            batch.cu_seqlens,
+        )
+
+    def embed_backward(
+        self,
+        slot: Slot,
+        batch: DeviceBatch,
+        hidden_grad_BTD: torch.Tensor,
+        accumulator: GradientSlot,
+        *,
+        first: bool,
+    ) -> None:
+        """Recompute the embedding (it is a look-up) and add its gradient."""
+        layout = self._spec.units[0]
+        leaves = trainable_leaves(slot, layout)
+        if not leaves:
+            return
+        with torch.enable_grad():
+            hidden_BTD, _ = self._embed(slot, batch)
+        gradients = torch.autograd.grad(hidden_BTD, leaves, hidden_grad_BTD, allow_unused=True)
+        accumulator.add(layout, list(gradients), first=first)
+
+    # -- layers ----------------------------------------------------------------------------
+
+    def layer_forward(
+        self,
+        index: int,
+        slot: Slot,
+        hidden_BTD: torch.Tensor,
+        arguments: LayerArguments,
+        *,
+        keep: bool,
+    ) -> tuple[torch.Tensor, LayerRecord]:
+        """Run a layer; with ``keep`` its graph stays, without its weights."""
+        layout = self._spec.units[1 + index]
+        parameters = slot.parameters(layout)
+        record = LayerRecord(hidden_BTD.detach().requires_grad_(keep))
+        if not keep:
+            with torch.no_grad():
+                output_BTD = self._templates.run(index, parameters, record.input_BTD, arguments)
+            return output_BTD, record
+        record.graph = KeptGraph(slot)
+        with torch.enable_grad(), record.graph.hooks():
+            record.output_BTD = self._templates.run(
+                index, parameters, record.input_BTD, arguments
+            )
+        record.leaves = trainable_leaves(slot, layout)
+        return record.output_BTD.detach(), record
+
+    def layer_backward(
+        self,
+        index: int,
+        slot: Slot,
+        record: LayerRecord,
+        arguments: LayerArguments,
+        hidden_grad_BTD: torch.Tensor,
+        accumulator: GradientSlot,
+        *,
+        first: bool,
+    ) -> torch.Tensor:
+        """The gradient of the layer's input; its parameters' are added to ``accumulator``."""
+        layout = self._spec.units[1 + index]
+        if record.graph is None:
+            record.input_BTD.requires_grad_(True)  # noqa: FBT003 - torch's signature
+            with torch.enable_grad():
+                output_BTD = self._templates.run(
+                    index, slot.parameters(layout), record.input_BTD, arguments
+                )
+            leaves = trainable_leaves(slot, layout)
+        else:
+            assert record.output_BTD is not None
+            assert record.leaves is not None
+            record.graph.rebind(slot)
+            output_BTD, leaves = record.output_BTD, record.leaves
+        gradients = torch.autograd.grad(
+            output_BTD, [record.input_BTD, *leaves], hidden_grad_BTD, allow_unused=True
+        )
+        record.output_BTD = None
+        input_grad_BTD = gradients[0]
+        assert input_grad_BTD is not None, "the layer's output does not depend on its input"
+        if leaves:
+            accumulator.add(layout, list(gradients[1:]), first=first)
+        return input_grad_BTD
+
+    # -- head ------------------------------------------------------------------------------
+
+    def _head_parts(
+        self, head_slot: Slot, embed_slot: Slot
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        parameters = head_slot.parameters(self._spec.units[-1])
+        norm = {
+            name.removeprefix("norm."): p
+            for name, p in parameters.items()
+            if name.startswith("norm.")
+        }
+        if self._spec.tied:
+            weight_VD = embed_slot.parameters(self._spec.units[0])["weight"]
+        else:
+            weight_VD = parameters["head.weight"]
+        return norm, weight_VD
+
+    def final_norm(self, head_slot: Slot, embed_slot: Slot, hidden_BTD: torch.Tensor) -> Any:
+        """The head's input: the last hidden state after the final norm, without graph."""
+        norm, _ = self._head_parts(head_slot, embed_slot)
+        with torch.no_grad():
+            return torch.func.functional_call(self._spec.parts.norm, norm, (hidden_BTD,))
+
+    def head_loss(
+        self, head_slot: Slot, embed_slot: Slot, hidden_BTD: torch.Tensor, batch: DeviceBatch
+    ) -> torch.Tensor:
+        """Summed cross-entropy (float64 scalar), no gradients."""
+        _, weight_VD = self._head_parts(head_slot, embed_slot)
+        normed_BTD = self.final_norm(head_slot, embed_slot, hidden_BTD)
+        loss, _ = linear_cross_entropy(
+            normed_BTD.flatten(0, 1),
+            weight_VD,
+            batch.targets_BT.flatten(),
+            scale=0.0,
+            chunk_tokens=self._loss_chunk_tokens,
+            weight_grad_VD=None,
+            with_hidden_grad=False,
+        )
+        return loss
+
+    def head_forward_backward(
+        self,
+        head_slot: Slot,
+        embed_slot: Slot,
+        hidden_BTD: torch.Tensor,
+        batch: DeviceBatch,
+        *,
+        scale: float,
+        head_accumulator: GradientSlot,
+        embed_accumulator: GradientSlot,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Summed loss and the gradient of the last hidden state.
+
+        Both accumulators must hold valid sums (zeros before the first micro-batch): the matrix'
+        gradient goes to the embedding's when the head is tied.
+        """
+        norm, weight_VD = self._head_parts(head_slot, embed_slot)
+        leaf_BTD = hidden_BTD.detach().requires_grad_(True)  # noqa: FBT003 - torch's signature
+        with torch.enable_grad():
+            normed_BTD = torch.func.functional_call(self._spec.parts.norm, norm, (leaf_BTD,))
+        layout = self._spec.units[0 if self._spec.tied else -1]
+        local_name = "weight" if self._spec.tied else "head.weight"
+        accumulator = embed_accumulator if self._spec.tied else head_accumulator
+        matrix = next(p for p in layout.params if p.local_name == local_name)
+        loss, normed_grad_ND = linear_cross_entropy(
+            normed_BTD.detach().flatten(0, 1),
+            weight_VD.detach(),
+            batch.targets_BT.flatten(),
+            scale=scale,
+            chunk_tokens=self._loss_chunk_tokens,
+            weight_grad_VD=(
+                accumulator.flat[matrix.slice].view(matrix.shape) if matrix.trainable else None
+            ),
+        )
+        assert normed_grad_ND is not None
+        head_layout = self._spec.units[-1]
+        names = [p.local_name for p in head_layout.params if p.trainable]
+        parameters = head_slot.parameters(head_layout)
+        norm_leaves = [parameters[name] for name in names if name.startswith("norm.")]
+        gradients = torch.autograd.grad(
+            normed_BTD, [leaf_BTD, *norm_leaves], normed_grad_ND.view_as(normed_BTD)
+        )
+        views = dict(zip(names, head_accumulator.views(head_layout), strict=True))
+        norm_views = [view for name, view in views.items() if name.startswith("norm.")]
+        for view, gradient in zip(norm_views, gradients[1:], strict=True):
+            view.add_(gradient)
+        return loss, gradients[0]

@@ -1,0 +1,72 @@
+"""Linear layer and cross-entropy in one pass over chunks of tokens: logits never exist for more.
+
+The gradient of the head's matrix is accumulated in float32, that of the hidden state is returned
+in its own dtype, and both are computed in the forward pass, while the chunk's logits exist.
+
+Shape legend: N tokens, C tokens of a chunk, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from headrace.batch import IGNORE_INDEX
+
+
+@torch.no_grad()
+def linear_cross_entropy(
+    hidden_ND: torch.Tensor,
+    weight_VD: torch.Tensor,
+    targets_N: torch.Tensor,
+    *,
+    scale: float,
+    chunk_tokens: int,
+    weight_grad_VD: torch.Tensor | None,
+    with_hidden_grad: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Summed cross-entropy and the gradients of ``scale`` times it.
+
+    Args:
+        hidden_ND: input of the head.
+        weight_VD: the head's matrix, same dtype.
+        targets_N: int64, ``-100`` where nothing is supervised.
+        scale: what the gradients are multiplied by: 1 / supervised tokens of the global batch.
+        chunk_tokens: tokens whose logits exist at a time.
+        weight_grad_VD: float32, the gradient of the matrix is added to it; None to skip.
+        with_hidden_grad: also return the gradient of ``hidden_ND``.
+
+    Returns:
+        The summed loss (float64 scalar, not scaled) and the hidden gradient or None.
+    """
+    loss_sum = torch.zeros((), dtype=torch.float64, device=hidden_ND.device)
+    hidden_grad_ND = torch.empty_like(hidden_ND) if with_hidden_grad else None
+    for start in range(0, hidden_ND.shape[0], chunk_tokens):
+        rows = slice(start, start + chunk_tokens)
+        hidden_CD, targets_C = hidden_ND[rows], targets_N[rows]
+        logits_CV = F.linear(hidden_CD, weight_VD).float()
+        supervised_C = targets_C != IGNORE_INDEX
+        safe_C = targets_C.clamp_min(0)
+        lse_C = torch.logsumexp(logits_CV, dim=1)
+        picked_C = logits_CV.gather(1, safe_C[:, None])[:, 0]
+        # where, not a product: an unsupervised row may hold an infinity, and 0 * inf is NaN.
+        loss_C = torch.where(supervised_C, lse_C - picked_C, 0.0)
+        loss_sum += loss_C.sum(dtype=torch.float64)
+        if hidden_grad_ND is None and weight_grad_VD is None:
+            continue
+        # d loss / d logits = softmax - one-hot, in place of the logits.
+        grad_CV = logits_CV.sub_(lse_C[:, None]).exp_()
+        grad_CV.scatter_add_(
+            1, safe_C[:, None], torch.full_like(picked_C, -1.0)[:, None]
+        )
+        factor_C = torch.where(supervised_C, scale, 0.0).to(grad_CV.dtype)
+        grad_CV = torch.where(supervised_C[:, None], grad_CV * factor_C[:, None], 0.0)
+        grad_CV = grad_CV.to(weight_VD.dtype)
+        if hidden_grad_ND is not None:
+            torch.mm(grad_CV, weight_VD, out=hidden_grad_ND[rows])
+        if weight_grad_VD is not None:
+            if weight_grad_VD.dtype == grad_CV.dtype:
+                weight_grad_VD.addmm_(grad_CV.T, hidden_CD)
+            else:
+                weight_grad_VD += torch.mm(grad_CV.T, hidden_CD, out_dtype=weight_grad_VD.dtype)
+    return loss_sum, hidden_grad_ND

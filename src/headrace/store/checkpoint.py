@@ -1,0 +1,391 @@
+"""Checkpoints: folders that are complete or do not exist under their name.
+
+``checkpoint-{step}/`` holds ``model*.safetensors`` (readable by ``from_pretrained``),
+``optimizer*.safetensors`` (remainder plane and moments by parameter name), ``headrace.json`` (step,
+sizes of all files, the trainer's state) and the config and tokenizer. It is written under a
+temporary name, flushed, and renamed. Never pickle. Invariants: saving needs no memory of the
+model's size; a kill at any moment leaves the previous checkpoint; resume is bitwise.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from headrace.errors import CheckpointError, ConfigError
+from headrace.store.safetensors_io import read_index, sync_directory, write_file
+from headrace.units import GIB
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from headrace.models.spec import ModelSpec
+    from headrace.store.state import ModelState, UnitState
+
+FORMAT_VERSION = 1
+RECORD = "headrace.json"
+SHARD_BYTES = 4 * GIB
+_NAME = re.compile(r"checkpoint-(\d+)")
+_logger = logging.getLogger(__name__)
+
+
+def checkpoint_bytes(state: ModelState) -> int:
+    """Bytes of weights and optimizer state that a checkpoint writes."""
+    return state.state_bytes
+
+
+def save_checkpoint(
+    output_dir: str | Path,
+    spec: ModelSpec,
+    state: ModelState,
+    *,
+    step: int,
+    trainer_state: dict[str, Any],
+    tokenizer: Any = None,
+) -> Path:
+    """Write ``output_dir/checkpoint-{step}``; an existing one of that step is replaced.
+
+    Args:
+        output_dir: the run's folder.
+        spec: the model's structure.
+        state: must be complete (``Engine.synchronize``).
+        step: the trainer's step, part of the name.
+        trainer_state: JSON-serialisable; returned by :func:`load_checkpoint`.
+        tokenizer: saved beside the weights when given.
+
+    Raises:
+        CheckpointError: the disk is full or not writable; earlier checkpoints are untouched.
+    """
+    output_dir = Path(output_dir)
+    final = output_dir / f"checkpoint-{step}"
+    temporary = output_dir / f".checkpoint-{step}.writing"
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(output_dir)
+        temporary.mkdir()
+        sizes = _write_model(temporary, spec, state)
+        sizes |= _write_shards(temporary, "optimizer", state, _optimizer_tensors)
+        _write_config(temporary, spec, state, tokenizer)
+        record = {
+            "format_version": FORMAT_VERSION,
+            "step": step,
+            "optimizer_step": state.optimizer_step,
+            "dtype": state.dtype,
+            "files": sizes,
+            "trainer_state": trainer_state,
+        }
+        _write_json(temporary / RECORD, record)
+        for path in temporary.iterdir():
+            _flush(path)
+        sync_directory(temporary)
+        if final.exists():
+            retired = output_dir / f".checkpoint-{step}.retired"
+            final.rename(retired)
+        temporary.rename(final)
+        sync_directory(output_dir)
+        _remove_leftovers(output_dir)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(
+            f"could not write {final}: {error.strerror or error}",
+            remedy="free space or choose another output_dir; earlier checkpoints are untouched",
+        ) from error
+    except CheckpointError:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return final
+
+
+def load_checkpoint(path: str | Path, spec: ModelSpec, state: ModelState) -> dict[str, Any]:
+    """Fill ``state`` from a checkpoint, bitwise as it was saved; returns the trainer's state.
+
+    Raises:
+        CheckpointError: it is incomplete, of another model or of another dtype.
+    """
+    path = Path(path)
+    problem = find_problem(path)
+    if problem is not None:
+        raise CheckpointError(f"{path} is not a complete checkpoint: {problem}")
+    record = read_record(path)
+    if record["dtype"] != state.dtype:
+        raise CheckpointError(
+            f"{path} was saved with dtype {record['dtype']}, this run has {state.dtype}",
+            remedy=f"set dtype: {record['dtype']}",
+        )
+    weights = read_index(path)
+    optimizer = _read_optimizer_index(path)
+    with _Reader() as reader:
+        for unit in state.units:
+            for name, target in _weight_tensors(unit).items():
+                _copy(reader, weights, name, target, path)
+            for name, target in _optimizer_tensors(unit).items():
+                _copy(reader, optimizer, name, target, path)
+    del spec
+    state.optimizer_step = int(record["optimizer_step"])
+    return dict(record["trainer_state"])
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """The JSON record of a checkpoint."""
+    record = json.loads((path / RECORD).read_text())
+    if record.get("format_version") != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path} has format version {record.get('format_version')}, "
+            f"this headrace reads {FORMAT_VERSION}"
+        )
+    return dict(record)
+
+
+def find_problem(path: Path) -> str | None:
+    """Why a folder is not a complete checkpoint, or None if it is one."""
+    try:
+        record = json.loads((path / RECORD).read_text())
+        files = dict(record["files"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{RECORD}: {error}"
+    for name, size in files.items():
+        try:
+            found = (path / name).stat().st_size
+        except OSError:
+            return f"{name} is missing"
+        if found != size:
+            return f"{name} has {found} bytes of {size}"
+    return None
+
+
+def list_checkpoints(output_dir: str | Path) -> list[Path]:
+    """Folders named ``checkpoint-{step}``, by step, complete or not."""
+    output_dir = Path(output_dir)
+    if not output_dir.is_dir():
+        return []
+    found = [
+        (int(match[1]), path)
+        for path in output_dir.iterdir()
+        if (match := _NAME.fullmatch(path.name)) and path.is_dir()
+    ]
+    return [path for _, path in sorted(found)]
+
+
+def latest_checkpoint(output_dir: str | Path) -> Path | None:
+    """The complete checkpoint of the highest step; partial ones are passed over with a warning."""
+    output_dir = Path(output_dir)
+    if output_dir.is_dir():
+        _restore_retired(output_dir)
+    for path in reversed(list_checkpoints(output_dir)):
+        problem = find_problem(path)
+        if problem is None:
+            return path
+        _logger.warning("passing over %s: %s", path, problem)
+    return None
+
+
+def prune_checkpoints(output_dir: str | Path, keep: int) -> list[Path]:
+    """Delete the oldest checkpoints until ``keep`` complete ones are left; returns the deleted."""
+    complete = [path for path in list_checkpoints(output_dir) if find_problem(path) is None]
+    removed = complete[: max(0, len(complete) - keep)]
+    for path in removed:
+        # Renamed first: a kill in the middle must not leave a folder that looks complete.
+        doomed = path.with_name(f".{path.name}.deleting")
+        path.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+    return removed
+
+
+def export_pretrained(
+    spec: ModelSpec, state: ModelState, out_dir: str | Path, tokenizer: Any = None
+) -> Path:
+    """Write a Hugging Face model folder; it appears under its name only when complete.
+
+    Raises:
+        ConfigError: ``out_dir`` exists and is not empty.
+        CheckpointError: the disk is full or not writable.
+    """
+    out_dir = Path(out_dir)
+    if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
+        raise ConfigError(
+            f"{out_dir} exists and is not empty", remedy="choose a new folder for the export"
+        )
+    temporary = out_dir.with_name(f".{out_dir.name}.writing")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        _write_model(temporary, spec, state)
+        _write_config(temporary, spec, state, tokenizer)
+        for path in temporary.iterdir():
+            _flush(path)
+        if out_dir.exists():
+            out_dir.rmdir()
+        temporary.rename(out_dir)
+        sync_directory(out_dir.parent)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(f"could not write {out_dir}: {error.strerror or error}") from error
+    return out_dir
+
+
+# -- writing -------------------------------------------------------------------------------
+
+
+def _weight_tensors(unit: UnitState) -> dict[str, torch.Tensor]:
+    return {p.name: unit.weights[p.slice].view(p.shape) for p in unit.layout.params}
+
+
+def _optimizer_tensors(unit: UnitState) -> dict[str, torch.Tensor]:
+    planes = {"exp_avg": unit.exp_avg, "exp_avg_sq": unit.exp_avg_sq}
+    if unit.remainder is not None:
+        planes["remainder"] = unit.remainder
+    return {
+        f"{p.name}.{kind}": plane[p.slice].view(p.shape)
+        for p in unit.layout.params
+        if p.trainable
+        for kind, plane in planes.items()
+    }
+
+
+def _shards(state: ModelState, tensors_of: Any) -> Iterator[dict[str, torch.Tensor]]:
+    """Whole units, joined until a shard is full; the tensors are views of the state."""
+    shard: dict[str, torch.Tensor] = {}
+    size = 0
+    for unit in state.units:
+        tensors = tensors_of(unit)
+        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        if shard and size + num_bytes > SHARD_BYTES:
+            yield shard
+            shard, size = {}, 0
+        shard |= tensors
+        size += num_bytes
+    yield shard
+
+
+def _write_shards(
+    folder: Path, stem: str, state: ModelState, tensors_of: Any
+) -> dict[str, int]:
+    shards = list(_shards(state, tensors_of))
+    sizes: dict[str, int] = {}
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        name = f"{stem}.safetensors"
+        if len(shards) > 1:
+            name = f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors"
+        sizes[name] = write_file(folder / name, shard, {"format": "pt"})
+        weight_map |= dict.fromkeys(shard, name)
+    if len(shards) > 1:
+        total = sum(tensor.nbytes for shard in shards for tensor in shard.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        name = f"{stem}.safetensors.index.json"
+        sizes[name] = _write_json(folder / name, index)
+    return sizes
+
+
+def _write_model(folder: Path, spec: ModelSpec, state: ModelState) -> dict[str, int]:
+    del spec
+    return _write_shards(folder, "model", state, _weight_tensors)
+
+
+def _write_config(folder: Path, spec: ModelSpec, state: ModelState, tokenizer: Any) -> None:
+    import copy
+
+    config = copy.deepcopy(spec.config)
+    config.dtype = getattr(torch, state.dtype)
+    config.architectures = [type(spec.model).__name__]
+    config.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> int:
+    text = json.dumps(value, indent=1, sort_keys=True, allow_nan=False)
+    path.write_text(text + "\n")
+    return len(text.encode()) + 1
+
+
+def _flush(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _remove_leftovers(output_dir: Path) -> None:
+    _restore_retired(output_dir)
+    for path in output_dir.glob(".checkpoint-*"):
+        if path.suffix in {".writing", ".deleting", ".retired"}:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _restore_retired(output_dir: Path) -> None:
+    """A kill between the two renames of a replacement left the old one under its spare name."""
+    for path in output_dir.glob(".checkpoint-*.retired"):
+        final = output_dir / path.stem.removeprefix(".")
+        if not final.exists():
+            path.rename(final)
+
+
+# -- reading -------------------------------------------------------------------------------
+
+
+class _Reader:
+    """Keeps safetensors files open while their tensors are read."""
+
+    def __init__(self) -> None:
+        self._open: dict[Path, Any] = {}
+
+    def __enter__(self) -> _Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._open.values():
+            handle.__exit__(None, None, None)
+
+    def get(self, path: Path, name: str) -> torch.Tensor:
+        from safetensors import safe_open
+
+        if path not in self._open:
+            self._open[path] = safe_open(path, framework="pt").__enter__()
+        tensor: torch.Tensor = self._open[path].get_tensor(name)
+        return tensor
+
+
+def _read_optimizer_index(path: Path) -> dict[str, Path]:
+    from safetensors import safe_open
+
+    index = path / "optimizer.safetensors.index.json"
+    if index.is_file():
+        return {
+            name: path / file for name, file in json.loads(index.read_text())["weight_map"].items()
+        }
+    single = path / "optimizer.safetensors"
+    with safe_open(single, framework="pt") as file:
+        return dict.fromkeys(file.keys(), single)
+
+
+def _copy(
+    reader: _Reader, files: dict[str, Path], name: str, target: torch.Tensor, path: Path
+) -> None:
+    if name not in files:
+        raise CheckpointError(f"{path} has no tensor {name!r}: it belongs to another model")
+    value = reader.get(files[name], name)
+    if value.shape != target.shape or value.dtype != target.dtype:
+        raise CheckpointError(
+            f"{name} in {path} is {value.dtype} {tuple(value.shape)}, the model's is "
+            f"{target.dtype} {tuple(target.shape)}"
+        )
+    target.copy_(value)
+
+
+__all__ = [
+    "checkpoint_bytes",
+    "export_pretrained",
+    "find_problem",
+    "latest_checkpoint",
+    "list_checkpoints",
+    "load_checkpoint",
+    "prune_checkpoints",
+    "read_record",
+    "save_checkpoint",
+]

@@ -1,0 +1,148 @@
+"""Filling a state: from safetensors unit by unit, by initialisation, from GGUF.
+
+Invariant: peak memory is the state plus one unit (GGUF excepted: transformers dequantizes the
+whole model first). Weights that are not finite are refused.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from headrace.errors import ConfigError, DataError
+from headrace.store.safetensors_io import read_index
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from torch import nn
+
+    from headrace.models.spec import ModelSpec
+    from headrace.store.layout import ParamSpec
+    from headrace.store.state import ModelState
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadReport:
+    """What a load did not use.
+
+    Attributes:
+        ignored: tensors of the checkpoint that the causal LM has no parameter for.
+    """
+
+    ignored: tuple[str, ...]
+
+
+def load_pretrained(
+    spec: ModelSpec, state: ModelState, path: str | Path, gguf_file: str | None = None
+) -> LoadReport:
+    """Fill ``state`` from a Hugging Face model folder.
+
+    Args:
+        spec: the model's structure.
+        state: is overwritten; moments stay zero.
+        path: a folder with safetensors, or a ``.gguf`` file.
+        gguf_file: the name of a GGUF file in the folder ``path``.
+
+    Raises:
+        CheckpointError: no safetensors weights there.
+        DataError: a tensor is missing, has another shape, or is not finite.
+    """
+    path = Path(path)
+    if path.suffix == ".gguf":
+        path, gguf_file = path.parent, path.name
+    if gguf_file is not None:
+        return _load_gguf(spec, state, path, gguf_file)
+    from safetensors import safe_open
+
+    files = read_index(path)
+    used: set[str] = set()
+    opened: dict[Path, Any] = {}
+    try:
+        for layout, unit in zip(state.layouts, state.units, strict=True):
+            for param in layout.params:
+                key = _find_key(param, files, spec)
+                used.add(key)
+                file = files[key]
+                if file not in opened:
+                    opened[file] = safe_open(file, framework="pt").__enter__()
+                unit.set_master(param, opened[file].get_tensor(key))
+    finally:
+        for handle in opened.values():
+            handle.__exit__(None, None, None)
+    ignored = set(files) - used
+    if spec.tied:
+        ignored -= {f"{spec.parts.head_path}.weight"}
+    return LoadReport(ignored=tuple(sorted(ignored)))
+
+
+def _find_key(param: ParamSpec, files: dict[str, Path], spec: ModelSpec) -> str:
+    candidates = [param.name]
+    prefix = f"{spec.parts.base_path}."
+    if param.name.startswith(prefix):  # a checkpoint of the base model alone
+        candidates.append(param.name.removeprefix(prefix))
+    if spec.tied and param.name == spec.units[0].params[0].name:
+        candidates.append(f"{spec.parts.head_path}.weight")
+    for candidate in candidates:
+        if candidate in files:
+            return candidate
+    raise DataError(
+        f"the checkpoint has no tensor {param.name!r} of shape {param.shape}",
+        remedy="check that config.json and the weights belong to the same model",
+    )
+
+
+def _load_gguf(spec: ModelSpec, state: ModelState, folder: Path, gguf_file: str) -> LoadReport:
+    from transformers import AutoModelForCausalLM
+
+    if not (folder / gguf_file).is_file():
+        raise ConfigError(f"no GGUF file {folder / gguf_file}")
+    model = AutoModelForCausalLM.from_pretrained(
+        str(folder), gguf_file=gguf_file, dtype=torch.float32
+    )
+    tensors = dict(model.named_parameters())
+    for layout, unit in zip(state.layouts, state.units, strict=True):
+        for param in layout.params:
+            if param.name not in tensors:
+                raise DataError(f"{gguf_file} has no tensor {param.name!r}")
+            unit.set_master(param, tensors[param.name])
+    return LoadReport(ignored=())
+
+
+def initialise(spec: ModelSpec, state: ModelState, *, seed: int) -> None:
+    """Fill ``state`` with Hugging Face's own initialisation of the model's class.
+
+    Every unit draws from its own stream of ``seed``, so a unit's values do not depend on the
+    others; memory peaks at one unit.
+    """
+    modules: list[list[tuple[str, nn.Module]]] = [
+        [("", spec.parts.base.get_submodule(spec.parts.embed_path))]
+    ]
+    modules += [[("", layer)] for layer in spec.parts.layers]
+    modules.append([("norm.", spec.parts.norm), ("head.", spec.parts.head)])
+    rule: Callable[[nn.Module], None] = spec.model._init_weights  # type: ignore[assignment]  # noqa: SLF001 - the class's own rule has no public name
+    for number, (layout, unit) in enumerate(zip(state.layouts, state.units, strict=True)):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed * 1_000_003 + number)
+            values = dict(_initialised(modules[number], rule))
+        for param in layout.params:
+            unit.set_master(param, values[param.local_name])
+
+
+def _initialised(
+    modules: Iterable[tuple[str, nn.Module]], rule: Callable[[nn.Module], None]
+) -> Iterable[tuple[str, torch.Tensor]]:
+    for prefix, template in modules:
+        module = copy.deepcopy(template).to_empty(device="cpu")
+        for parameter in module.parameters():
+            # Memory from to_empty may hold anything; a rule that misses a parameter must not
+            # depend on it.
+            torch.nn.init.zeros_(parameter)
+        for part in module.modules():
+            rule(part)
+        for name, parameter in module.named_parameters():
+            yield prefix + name, parameter.detach()

@@ -1,0 +1,94 @@
+"""Writing and reading safetensors files without a second copy of the data.
+
+The library's own writer takes every tensor of a file as bytes at once; this one writes a header
+and then streams each tensor from where it lies, so that saving needs no memory of the model's
+size. Every file is flushed to the disk before the function returns.
+
+Format: 8 bytes little-endian header length, a JSON header, the raw little-endian data
+(https://github.com/huggingface/safetensors, "Format").
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING
+
+import torch
+
+from headrace.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+_DTYPES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.int16: "I16"}
+
+
+def write_file(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> int:
+    """Write contiguous CPU tensors; returns the file's size in bytes.
+
+    Raises:
+        CheckpointError: the disk is full or not writable.
+    """
+    header: dict[str, object] = {"__metadata__": metadata}
+    offset = 0
+    for name, tensor in tensors.items():
+        header[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + tensor.nbytes],
+        }
+        offset += tensor.nbytes
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)  # data starts at a multiple of 8 bytes
+    try:
+        with path.open("wb") as file:
+            file.write(len(encoded).to_bytes(8, "little"))
+            file.write(encoded)
+            for tensor in tensors.values():
+                file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise CheckpointError(
+            f"could not write {path}: {error.strerror}; {offset} bytes were to be written",
+            remedy="free space or choose another output_dir; earlier checkpoints are untouched",
+        ) from error
+    return 8 + len(encoded) + offset
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_index(path: Path) -> dict[str, Path]:
+    """Tensor name to file, for a folder that holds ``model.safetensors`` or an index.
+
+    Raises:
+        CheckpointError: there are no safetensors weights, or the index names missing files.
+    """
+    from safetensors import safe_open
+
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = json.loads(index.read_text())["weight_map"]
+        missing = sorted({f for f in weight_map.values() if not (path / f).is_file()})
+        if missing:
+            raise CheckpointError(f"{index} names files that are not there: {', '.join(missing)}")
+        return {name: path / file for name, file in weight_map.items()}
+    single = path / "model.safetensors"
+    if single.is_file():
+        with safe_open(single, framework="pt") as file:
+            return dict.fromkeys(file.keys(), single)
+    pickled = sorted(p.name for p in path.glob("*.bin"))
+    found = f"; found {pickled[0]}, which is pickle and is never read" if pickled else ""
+    raise CheckpointError(
+        f"no safetensors weights in {path}{found}",
+        remedy="save the model with safe_serialization (transformers' default)",
+    )
