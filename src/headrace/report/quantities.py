@@ -68,7 +68,8 @@ class Quantity:
 
     def to_json(self) -> dict[str, Any]:
         """All fields, distributions included."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return fields | {"null": list(self.null), "twins": list(self.twins)}
 
 
 def read(node: Node, *, key: str, group: str, model: str, label: str) -> Quantity:

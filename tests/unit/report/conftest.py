@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import TYPE_CHECKING
 
@@ -180,9 +181,23 @@ def audit_result(verdicts=("no_detectable_skill", "knows_the_future")):
 
 
 @pytest.fixture
-def audit() -> dict:
-    """A complete audit of two models as JSON."""
+def no_drawing(monkeypatch):
+    """Figures are laid out and not exported, which is nearly all of a report's time."""
+    from headrace.report.figures.theme import Canvas
+
+    monkeypatch.setattr(Canvas, "svg", lambda self, identity, label: f'<svg id="{identity}"/>')
+
+
+@pytest.fixture(scope="session")
+def complete_audit() -> dict:
+    """A complete audit of two models as JSON; not to be changed."""
     return to_dict(audit_result())
+
+
+@pytest.fixture
+def audit(complete_audit) -> dict:
+    """A complete audit of two models as JSON, to be spoilt."""
+    return copy.deepcopy(complete_audit)
 
 
 @pytest.fixture
@@ -217,6 +232,12 @@ def write_run(folder: Path, seed: int = 0) -> Path:
         lines.append(json.dumps(row))
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     return folder
+
+
+@pytest.fixture(scope="session")
+def make_run():
+    """Writes a run folder."""
+    return write_run
 
 
 @pytest.fixture

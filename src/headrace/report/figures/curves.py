@@ -71,7 +71,7 @@ def draw(
         axes.plot(x, y, color=line.colour, linewidth=1.8, solid_joinstyle="round", zorder=3)
         if len(line.points_x):
             axes.plot(
-                line.points_x, line.points_y, linestyle="none", marker="o", markersize=5,
+                line.points_x, line.points_y, linestyle="none", marker="o", markersize=5, color=line.colour,
                 markerfacecolor=theme.PAPER, markeredgecolor=line.colour, markeredgewidth=1.5,
                 zorder=4,
             )  # fmt: skip

@@ -95,6 +95,7 @@ def _strip(axes: Axes, strip: Strip, width: float) -> None:
             strip.twins,
             np.full(len(strip.twins), -0.18),
             linestyle="none",
+            color=theme.MUTED,
             marker="o",
             markersize=5.5,
             markerfacecolor=theme.PAPER,
@@ -136,6 +137,7 @@ def key(width: int, identity: str) -> str:
     axes.plot(
         [x2 + 7],
         [y2],
+        color=theme.MUTED,
         marker="o",
         markersize=5.5,
         markerfacecolor=theme.PAPER,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import math
 import re
+import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -93,7 +94,9 @@ class Canvas:
             "axes.unicode_minus": True,
         }
         buffer = io.StringIO()
-        with mpl.rc_context(settings):
+        with mpl.rc_context(settings), warnings.catch_warnings():
+            # The reader's fonts draw the text; glyphs that this machine lacks do not matter.
+            warnings.filterwarnings("ignore", message="Glyph .* missing from font")
             self._figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
         return _adapt(buffer.getvalue(), identity, label, self.width, self.height)
 
@@ -109,6 +112,7 @@ def _adapt(svg: str, identity: str, label: str, width: int, height: int) -> str:
         body,
         count=1,
     )
+    body = re.sub(r" font-family: [^;\"]*;", "", body)  # the page's font, whatever it is
     body = re.sub(r'\bid="', f'id="{identity}-', body)
     body = re.sub(r'href="#', f'href="#{identity}-', body)
     body = re.sub(r"url\(#", f"url(#{identity}-", body)
