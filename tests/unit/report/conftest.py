@@ -11,6 +11,7 @@ import pytest
 
 from headrace.audit import records as audit_records
 from headrace.audit.codec import to_dict
+from headrace.report.figures.theme import Canvas
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -183,8 +184,6 @@ def audit_result(verdicts=("no_detectable_skill", "knows_the_future")):
 @pytest.fixture
 def no_drawing(monkeypatch):
     """Figures are laid out and not exported, which is nearly all of a report's time."""
-    from headrace.report.figures.theme import Canvas
-
     monkeypatch.setattr(Canvas, "svg", lambda self, identity, label: f'<svg id="{identity}"/>')
 
 

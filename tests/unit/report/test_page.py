@@ -6,11 +6,13 @@ import json
 import re
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
+from itertools import chain
 
 import pytest
 
-from headrace.errors import ConfigError, DataError
+from headrace.errors import ConfigError, DataError, HeadraceError
 from headrace.report.render import write_report
+from headrace.report.text import with_interval
 
 PARTS = {
     "evaluation": ("models", "R² and premium"),
@@ -58,7 +60,7 @@ def test_html_is_well_formed_and_every_id_is_unique_and_every_link_lands(report)
     links = [node.get("href") for node in root.iter() if node.get("href")]
     assert links
     assert {link[1:] for link in links} <= set(ids)
-    assert {name for name in re.findall(r"url\(#([^)]+)\)", report[0])} <= set(ids)
+    assert set(re.findall(r"url\(#([^)]+)\)", report[0])) <= set(ids)
 
 
 def test_html_names_no_address_and_runs_nothing(report):
@@ -84,8 +86,6 @@ def test_every_number_of_the_json_is_on_the_page(report):
         if row[0].tag == "td" and len(row) == 5
     ]
     assert len(data["figures"]) > 60
-    from headrace.report.text import with_interval
-
     for figure in data["figures"]:
         written = with_interval(figure["value"], figure["low"], figure["high"])
         mine = [row for row in rows if row[0].startswith(figure["label"]) and row[1] == written]
@@ -96,7 +96,7 @@ def test_every_number_of_the_json_is_on_the_page(report):
     for section in data["sections"]:
         assert section["title"] in text
         for block in section["blocks"]:
-            cells = [*block.get("facts", {}).values(), *sum(block.get("rows", []), [])]
+            cells = [*block.get("facts", {}).values(), *chain.from_iterable(block.get("rows", []))]
             for cell in cells:
                 assert cell in text
 
@@ -233,8 +233,6 @@ def test_a_failed_write_leaves_the_old_report(tmp_path, audit_file, monkeypatch)
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", broken)
-    from headrace.errors import HeadraceError
-
     with pytest.raises(HeadraceError, match="No space left"):
         write_report(out=out, audit=audit_file)
     assert out.read_text() == "old"

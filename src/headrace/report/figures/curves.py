@@ -71,7 +71,8 @@ def draw(
         axes.plot(x, y, color=line.colour, linewidth=1.8, solid_joinstyle="round", zorder=3)
         if len(line.points_x):
             axes.plot(
-                line.points_x, line.points_y, linestyle="none", marker="o", markersize=5, color=line.colour,
+                line.points_x, line.points_y, linestyle="none", color=line.colour, marker="o",
+                markersize=5,
                 markerfacecolor=theme.PAPER, markeredgecolor=line.colour, markeredgewidth=1.5,
                 zorder=4,
             )  # fmt: skip
