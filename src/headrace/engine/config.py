@@ -25,7 +25,8 @@ class EngineConfig:
         chunk_bytes: piece of a gradient that returns, and is updated, on its own.
         update_threads: host threads of the optimizer; None takes the cores of this process.
         loss_chunk_tokens: tokens whose logits exist at a time.
-        gradient_dtype: what returns to the host; None is bfloat16 for bfloat16 models, else float32.
+        gradient_dtype: what returns to the host; None is bfloat16 for bfloat16 models, else
+            float32.
         compile: compile the layer templates; None compiles on CUDA only.
         deterministic: bitwise equal runs on CUDA (on the CPU they always are).
         lane_timeout_seconds: the longest a step waits for a transfer or update before it fails.

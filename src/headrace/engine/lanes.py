@@ -35,7 +35,7 @@ class Mark:
         """Mark everything enqueued on the current stream so far."""
         if device.type != "cuda":
             return cls(None)
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch
         event.record()
         return cls(event)
 
@@ -66,7 +66,8 @@ class Ticket:
             raise LaneError(
                 f"the {self._lane.name} lane did not finish within "
                 f"{self._lane.timeout_seconds:.0f} s",
-                remedy="look for a stalled disk or device; engine.lane_timeout_seconds is the bound",
+                remedy="look for a stalled disk or device; engine.lane_timeout_seconds is the "
+                "bound",
             ) from None
         except HeadraceError:
             raise
@@ -76,7 +77,7 @@ class Ticket:
             ) from error
 
     def wait_on_stream(self) -> None:
-        """Block the host until the job was carried out, and the current stream until its work is."""
+        """Block the host until the job ran, and the current stream until its work is done."""
         event = self._result()
         if event is not None:
             event.wait()
@@ -111,7 +112,9 @@ class Lane:
         self.timeout_seconds = timeout_seconds
         self._device = device
         self._jitter = jitter
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # as above
         self._jobs: queue.SimpleQueue[
             tuple[Ticket, tuple[Ticket | Mark, ...], Callable[[], None]] | None
         ] = queue.SimpleQueue()
@@ -165,7 +168,7 @@ class Lane:
             self._delay()
             ticket.work_started = time.perf_counter()
             work()
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch
             event.record()
             return event
 

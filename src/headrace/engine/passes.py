@@ -126,9 +126,7 @@ class Passes:
             return output_BTD, record
         record.graph = KeptGraph(slot)
         with torch.enable_grad(), record.graph.hooks():
-            record.output_BTD = self._templates.run(
-                index, parameters, record.input_BTD, arguments
-            )
+            record.output_BTD = self._templates.run(index, parameters, record.input_BTD, arguments)
         record.leaves = trainable_leaves(slot, layout)
         return record.output_BTD.detach(), record
 
@@ -139,14 +137,14 @@ class Passes:
         record: LayerRecord,
         arguments: LayerArguments,
         hidden_grad_BTD: torch.Tensor,
-        accumulator: GradientSlot,
         *,
+        accumulator: GradientSlot,
         first: bool,
     ) -> torch.Tensor:
         """The gradient of the layer's input; its parameters' are added to ``accumulator``."""
         layout = self._spec.units[1 + index]
         if record.graph is None:
-            record.input_BTD.requires_grad_(True)  # noqa: FBT003 - torch's signature
+            record.input_BTD.requires_grad_(True)
             with torch.enable_grad():
                 output_BTD = self._templates.run(
                     index, slot.parameters(layout), record.input_BTD, arguments
@@ -224,7 +222,7 @@ class Passes:
         gradient goes to the embedding's when the head is tied.
         """
         norm, weight_VD = self._head_parts(head_slot, embed_slot)
-        leaf_BTD = hidden_BTD.detach().requires_grad_(True)  # noqa: FBT003 - torch's signature
+        leaf_BTD = hidden_BTD.detach().requires_grad_(True)
         with torch.enable_grad():
             normed_BTD = torch.func.functional_call(self._spec.parts.norm, norm, (leaf_BTD,))
         layout = self._spec.units[0 if self._spec.tied else -1]

@@ -38,9 +38,7 @@ class Slot:
         Trainable ones require grad. They are made once a layout structure: gradients are taken
         with ``torch.autograd.grad``, so nothing accumulates in them.
         """
-        key = hash(
-            tuple((p.local_name, p.shape, p.offset, p.trainable) for p in layout.params)
-        )
+        key = hash(tuple((p.local_name, p.shape, p.offset, p.trainable) for p in layout.params))
         if key not in self._leaves:
             self._leaves[key] = {
                 p.local_name: self.flat[p.slice].view(p.shape).detach().requires_grad_(p.trainable)
@@ -82,14 +80,14 @@ class KeptGraph:
         """Let backward read the weights from ``slot``."""
         self._flat = slot.flat
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch
     def _pack(self, saved: torch.Tensor) -> torch.Tensor | _WeightReference:
         if saved.untyped_storage().data_ptr() != self._storage:
             return saved
         assert saved.dtype == self._dtype, "a weight was saved under another dtype"
-        return _WeightReference(saved.storage_offset(), saved.size(), saved.stride())
+        return _WeightReference(int(saved.storage_offset()), saved.size(), saved.stride())
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch
     def _unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, _WeightReference):
             return self._flat.as_strided(packed.size, packed.stride, packed.offset)
@@ -119,9 +117,7 @@ class GradientSlot:
             ]
         return self._views[key]
 
-    def add(
-        self, layout: UnitLayout, gradients: list[torch.Tensor | None], *, first: bool
-    ) -> None:
+    def add(self, layout: UnitLayout, gradients: list[torch.Tensor | None], *, first: bool) -> None:
         """Add gradients in layout order; ``first`` overwrites what an earlier layer left.
 
         A parameter without a gradient (an idle expert) counts as zero.

@@ -15,10 +15,11 @@ import math
 import random
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 
+from headrace.batch import IGNORE_INDEX, MicroBatch
 from headrace.engine.config import AdamWConfig, EngineConfig
 from headrace.engine.lanes import Lane, Mark
 from headrace.engine.passes import DeviceBatch, LayerRecord, Passes
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from types import TracebackType
 
-    from headrace.batch import MicroBatch
     from headrace.engine.schedule import Use
     from headrace.models.capture import LayerArguments
     from headrace.models.spec import ModelSpec
@@ -124,14 +124,12 @@ class Engine:
         self._h2d = Lane(
             "h2d", self.device, timeout_seconds=self.config.lane_timeout_seconds, jitter=jitter
         )
-        self.updater = Updater(
-            state, optimizer or AdamWConfig(), self.config, self.device, jitter
-        )
+        self.updater = Updater(state, optimizer or AdamWConfig(), self.config, self.device, jitter)
         self._exposed: dict[str, float] = {}
         self._skipped_in_a_row = 0
         self.num_skipped_steps = 0
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -236,8 +234,6 @@ class Engine:
             layer: as Hugging Face counts ``hidden_states``: 0 is the embedding, ``i`` the output
                 of the i-th layer, -1 or the number of layers the last one after the final norm.
         """
-        from headrace.batch import MicroBatch
-
         num_layers = self.spec.num_layers
         index = layer + num_layers + 1 if layer < 0 else layer
         if not 0 <= index <= num_layers:
@@ -246,7 +242,7 @@ class Engine:
             position_ids_BT = torch.arange(input_ids_BT.shape[1]).expand_as(input_ids_BT)
         batch = MicroBatch(
             input_ids_BT=input_ids_BT,
-            targets_BT=torch.full_like(input_ids_BT, -100),
+            targets_BT=torch.full_like(input_ids_BT, IGNORE_INDEX),
             position_ids_BT=position_ids_BT,
         )
         ((_, hidden),) = self._forward_only([batch], num_layers=index)
@@ -402,7 +398,7 @@ class Engine:
                     row[m],
                     arguments[m][use.layer],
                     gradients[m],
-                    accumulator,
+                    accumulator=accumulator,
                     first=first and m == 0,
                 )
             runner.leave(index, use)

@@ -12,6 +12,7 @@ blocks of fixed length, so that it depends neither on chunks nor on threads.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,8 @@ from headrace.store.layout import ParamSpec, plan_segments, split_range
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from numpy.typing import NDArray
 
     from headrace.engine.config import AdamWConfig, EngineConfig
     from headrace.engine.slots import GradientSlot
@@ -89,10 +92,10 @@ class Updater:
         num_blocks = [-(-count // NORM_BLOCK) for count in counts]
         self._norms = [torch.zeros(n, dtype=torch.float32, device=device) for n in num_blocks]
         self._segments = [self._plan_segments(i) for i in range(len(counts))]
-        lane = {"timeout_seconds": config.lane_timeout_seconds, "jitter": jitter}
-        self._d2h = Lane("d2h", device, **lane)
+        timeout = config.lane_timeout_seconds
+        self._d2h = Lane("d2h", device, timeout_seconds=timeout, jitter=jitter)
         # Updates run on the host whatever the device: their lane has no stream.
-        self._update = Lane("update", torch.device("cpu"), **lane)
+        self._update = Lane("update", torch.device("cpu"), timeout_seconds=timeout, jitter=jitter)
         self._refused: set[tuple[int, int]] = set()  # (unit, first element) of refused updates
         self._returned: list[Ticket | None] = [None] * len(counts)
         self.updated: list[Ticket | None] = [None] * len(counts)
@@ -103,8 +106,6 @@ class Updater:
         return self._arena.num_bytes
 
     def _plan_segments(self, unit: int) -> tuple[Segment, ...]:
-        import re
-
         groups = self._optimizer.groups
 
         def group_of(param: ParamSpec) -> int:
@@ -190,6 +191,7 @@ class Updater:
         stop: int,
         settings: UpdateSettings,
         kernel: Any,
+        *,
         skip: frozenset[tuple[int, int]] = frozenset(),
     ) -> None:
         planes = self.state.units[unit]
@@ -198,6 +200,7 @@ class Updater:
             if a >= b or (unit, a) in skip:
                 continue
             scale, decay = self._group_settings(segment.group)
+            weights: list[NDArray[Any]]
             if planes.weight_array is not None:
                 weights = [planes.weight_array[a:b]]
             else:
@@ -256,7 +259,7 @@ class Updater:
             for start, stop in split_range(0, layout.num_trainable, self._chunk):
 
                 def work(unit: int = unit, start: int = start, stop: int = stop) -> None:
-                    self._apply(unit, start, stop, settings, self._inverse_kernel, refused)
+                    self._apply(unit, start, stop, settings, self._inverse_kernel, skip=refused)
 
                 self.updated[unit] = self._update.submit(work)
 

@@ -10,10 +10,12 @@ Shape legend: B rows, H query heads, K key/value heads, T positions, E head size
 from __future__ import annotations
 
 import contextlib
+import inspect
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional as F  # noqa: N812 - its name everywhere
 
 from headrace.errors import ModelRefusedError
 
@@ -25,7 +27,7 @@ IMPLEMENTATION = "headrace"
 
 def register() -> None:
     """Make ``attn_implementation="headrace"`` known to transformers; repeated calls are free."""
-    from transformers import AttentionInterface
+    from transformers import AttentionInterface  # noqa: PLC0415 - slow; when a model is built
 
     AttentionInterface.register(IMPLEMENTATION, attention)
 
@@ -71,22 +73,33 @@ def attention(
     Raises:
         ModelRefusedError: a mask, dropout, soft cap, sink or non-causal call was asked for.
     """
-    _refuse_unsupported(module, attention_mask, dropout, softcap, s_aux, kwargs)
+    _refuse_unsupported(
+        module, attention_mask, dropout=dropout, softcap=softcap, s_aux=s_aux, kwargs=kwargs
+    )
     window = sliding_window if sliding_window and sliding_window < query_BHTE.shape[2] else None
     if cu_seq_lens_q is None and window is None:
         out_BHTE = _dense(query_BHTE, key_BKTE, value_BKTE, scaling)
     elif query_BHTE.is_cuda:
         out_BHTE = _varlen(
-            query_BHTE, key_BKTE, value_BKTE, cu_seq_lens_q, max_length_q, scaling, window
+            query_BHTE,
+            key_BKTE,
+            value_BKTE,
+            cu_seq_lens_q,
+            max_length=max_length_q,
+            scaling=scaling,
+            window=window,
         )
     else:
-        out_BHTE = _by_document(query_BHTE, key_BKTE, value_BKTE, cu_seq_lens_q, scaling, window)
+        out_BHTE = _by_document(
+            query_BHTE, key_BKTE, value_BKTE, cu_seq_lens_q, scaling=scaling, window=window
+        )
     return out_BHTE.transpose(1, 2), None
 
 
 def _refuse_unsupported(
     module: torch.nn.Module,
     attention_mask: torch.Tensor | None,
+    *,
     dropout: float,
     softcap: float | None,
     s_aux: torch.Tensor | None,
@@ -131,22 +144,20 @@ def _by_document(
     key_BKTE: torch.Tensor,
     value_BKTE: torch.Tensor,
     cu_seqlens: torch.Tensor | None,
+    *,
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
     """Attend document by document: no mask larger than the longest windowed document."""
     B, H, T, E = query_BHTE.shape
-    if cu_seqlens is None:
-        bounds = [row * T for row in range(B + 1)]
-    else:
-        bounds = cu_seqlens.tolist()
+    bounds = [row * T for row in range(B + 1)] if cu_seqlens is None else cu_seqlens.tolist()
     repeat = H // key_BKTE.shape[1]
     # (heads, N, E): rows joined along the tokens, the order in which boundaries count them.
     query_HNE = query_BHTE.transpose(0, 1).reshape(H, B * T, E)
     key_HNE = key_BKTE.repeat_interleave(repeat, dim=1).transpose(0, 1).reshape(H, B * T, E)
     value_HNE = value_BKTE.repeat_interleave(repeat, dim=1).transpose(0, 1).reshape(H, B * T, E)
     pieces = []
-    for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+    for start, stop in itertools.pairwise(bounds):
         if start == stop:
             continue
         mask = None
@@ -176,29 +187,33 @@ def _varlen(
     key_BKTE: torch.Tensor,
     value_BKTE: torch.Tensor,
     cu_seqlens: torch.Tensor | None,
+    *,
     max_length: int | None,
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    from torch.nn.attention.varlen import varlen_attn
+    from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - CUDA only
 
     B, H, T, E = query_BHTE.shape
     if cu_seqlens is None:
-        cu_seqlens = torch.arange(
-            0, (B + 1) * T, T, dtype=torch.int32, device=query_BHTE.device
-        )
+        cu_seqlens = torch.arange(0, (B + 1) * T, T, dtype=torch.int32, device=query_BHTE.device)
         max_length = T
     assert max_length is not None
-    flat = [t.transpose(1, 2).reshape(B * T, -1, E) for t in (query_BHTE, key_BKTE, value_BKTE)]
+    query_NHE, key_NKE, value_NKE = (
+        t.transpose(1, 2).reshape(B * T, -1, E) for t in (query_BHTE, key_BKTE, value_BKTE)
+    )
+    grouped_heads: dict[str, Any] = _grouped_heads(H, key_BKTE.shape[1])
     out_NHE = varlen_attn(
-        *flat,
+        query_NHE,
+        key_NKE,
+        value_NKE,
         cu_seqlens,
         cu_seqlens,
         max_length,
         max_length,
         scale=scaling,
         window_size=(-1 if window is None else window - 1, 0),
-        **_grouped_heads(H, key_BKTE.shape[1]),
+        **grouped_heads,
     )
     assert isinstance(out_NHE, torch.Tensor)
     return out_NHE.view(B, T, H, E).transpose(1, 2)
@@ -206,9 +221,7 @@ def _varlen(
 
 def _grouped_heads(num_heads: int, num_key_value_heads: int) -> dict[str, bool]:
     # 2.11 takes grouped heads as they come; later versions want to be told.
-    import inspect
-
-    from torch.nn.attention.varlen import varlen_attn
+    from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - as above
 
     if num_heads == num_key_value_heads:
         return {}
@@ -226,7 +239,7 @@ def pinned_backend(*, deterministic: bool) -> Iterator[None]:
     if not torch.cuda.is_available():
         yield
         return
-    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: PLC0415 - CUDA only
 
     backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
     if not deterministic:

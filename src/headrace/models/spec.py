@@ -62,7 +62,7 @@ class ModelSpec:
         Raises:
             ModelRefusedError: the family or a switch is not one the streamed step is exact for.
         """
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM  # noqa: PLC0415 - slow; only when needed
 
         self.config = copy.deepcopy(config)
         _refuse_switches(self.config)
@@ -76,7 +76,7 @@ class ModelSpec:
             )
         self.model.train()
         self.parts = find_parts(self.model)
-        self.tied = self.parts.head.weight is self.model.get_input_embeddings().weight  # type: ignore[operator]
+        self.tied = self.parts.head.weight is self.model.get_input_embeddings().weight
         self.units = self._plan_units(trainable or (lambda _: True))
 
     @classmethod
@@ -106,11 +106,13 @@ class ModelSpec:
         embed = parts.base.get_submodule(parts.embed_path)
         units = [plan_unit("embed", entries(embed, f"{parts.base_path}.{parts.embed_path}"))]
         for i, layer in enumerate(parts.layers):
-            units.append(
-                plan_unit(f"layers.{i}", entries(layer, f"{parts.layers_path}.{i}"))
-            )
-        norm = [(n, f"norm.{local}", s, t) for n, local, s, t in entries(parts.norm, parts.norm_path)]
-        head = [(n, f"head.{local}", s, t) for n, local, s, t in entries(parts.head, parts.head_path)]
+            units.append(plan_unit(f"layers.{i}", entries(layer, f"{parts.layers_path}.{i}")))
+        norm = [
+            (n, f"norm.{local}", s, t) for n, local, s, t in entries(parts.norm, parts.norm_path)
+        ]
+        head = [
+            (n, f"head.{local}", s, t) for n, local, s, t in entries(parts.head, parts.head_path)
+        ]
         units.append(plan_unit("head", norm + head))
         rest = [name for name, p in self.model.named_parameters() if id(p) not in seen]
         if rest:
@@ -159,7 +161,7 @@ def load_config(name_or_path: str, *, trust_remote_code: bool = False) -> Any:
     Raises:
         ConfigError: there is no such configuration.
     """
-    from transformers import AutoConfig
+    from transformers import AutoConfig  # noqa: PLC0415 - slow; only when needed
 
     path = Path(name_or_path)
     if path.suffix == ".json" and path.is_file():
@@ -196,7 +198,7 @@ def find_parts(model: nn.Module) -> Parts:
             f"{kind} is not laid out as embedding, 'layers' and a final 'norm'; found "
             f"{', '.join(name for name, _ in base.named_children())}"
         )
-    if not isinstance(head, nn.Linear) or head.bias is not None:
+    if not isinstance(head, nn.Linear) or getattr(head, "bias", None) is not None:
         raise ModelRefusedError(f"{kind} has a head that is not a linear layer without bias")
     head_path = next(name for name, module in model.named_modules() if module is head)
     return Parts(

@@ -28,7 +28,8 @@ def _layer_call(
     arguments: dict[str, Any],
 ) -> torch.Tensor:
     output = torch.func.functional_call(module, bound, (hidden_BTD,), arguments)
-    return output[0] if isinstance(output, tuple) else output
+    hidden: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return hidden
 
 
 class Templates:

@@ -9,6 +9,7 @@ model's size; a kill at any moment leaves the previous checkpoint; resume is bit
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
@@ -18,9 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import safe_open
 
 from headrace.errors import CheckpointError, ConfigError
-from headrace.store.safetensors_io import read_index, sync_directory, write_file
+from headrace.store.safetensors_io import SafetensorsReader, read_index, sync_directory, write_file
 from headrace.units import GIB
 
 if TYPE_CHECKING:
@@ -121,7 +123,7 @@ def load_checkpoint(path: str | Path, spec: ModelSpec, state: ModelState) -> dic
         )
     weights = read_index(path)
     optimizer = _read_optimizer_index(path)
-    with _Reader() as reader:
+    with SafetensorsReader() as reader:
         for unit in state.units:
             for name, target in _weight_tensors(unit).items():
                 _copy(reader, weights, name, target, path)
@@ -264,9 +266,7 @@ def _shards(state: ModelState, tensors_of: Any) -> Iterator[dict[str, torch.Tens
     yield shard
 
 
-def _write_shards(
-    folder: Path, stem: str, state: ModelState, tensors_of: Any
-) -> dict[str, int]:
+def _write_shards(folder: Path, stem: str, state: ModelState, tensors_of: Any) -> dict[str, int]:
     shards = list(_shards(state, tensors_of))
     sizes: dict[str, int] = {}
     weight_map: dict[str, str] = {}
@@ -290,8 +290,6 @@ def _write_model(folder: Path, spec: ModelSpec, state: ModelState) -> dict[str, 
 
 
 def _write_config(folder: Path, spec: ModelSpec, state: ModelState, tokenizer: Any) -> None:
-    import copy
-
     config = copy.deepcopy(spec.config)
     config.dtype = getattr(torch, state.dtype)
     config.architectures = [type(spec.model).__name__]
@@ -329,31 +327,7 @@ def _restore_retired(output_dir: Path) -> None:
 # -- reading -------------------------------------------------------------------------------
 
 
-class _Reader:
-    """Keeps safetensors files open while their tensors are read."""
-
-    def __init__(self) -> None:
-        self._open: dict[Path, Any] = {}
-
-    def __enter__(self) -> _Reader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self._open.values():
-            handle.__exit__(None, None, None)
-
-    def get(self, path: Path, name: str) -> torch.Tensor:
-        from safetensors import safe_open
-
-        if path not in self._open:
-            self._open[path] = safe_open(path, framework="pt").__enter__()
-        tensor: torch.Tensor = self._open[path].get_tensor(name)
-        return tensor
-
-
 def _read_optimizer_index(path: Path) -> dict[str, Path]:
-    from safetensors import safe_open
-
     index = path / "optimizer.safetensors.index.json"
     if index.is_file():
         return {
@@ -365,7 +339,7 @@ def _read_optimizer_index(path: Path) -> dict[str, Path]:
 
 
 def _copy(
-    reader: _Reader, files: dict[str, Path], name: str, target: torch.Tensor, path: Path
+    reader: SafetensorsReader, files: dict[str, Path], name: str, target: torch.Tensor, path: Path
 ) -> None:
     if name not in files:
         raise CheckpointError(f"{path} has no tensor {name!r}: it belongs to another model")

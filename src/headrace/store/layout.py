@@ -7,9 +7,13 @@ checkpoint of a model agrees on it. Pure: nothing here allocates.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
 
 # 256 bytes of bfloat16. The compiler clones inputs that are aligned to less, and a clone would
 # escape the check that recognises weights by their storage (docs/engine.md, kept graphs).
@@ -77,16 +81,15 @@ class UnitLayout:
         return sum(param.numel for param in self.params if param.trainable)
 
 
-def plan_unit(
-    name: str, params: Iterable[tuple[str, str, Sequence[int], bool]]
-) -> UnitLayout:
+def plan_unit(name: str, params: Iterable[tuple[str, str, Sequence[int], bool]]) -> UnitLayout:
     """Lay out a unit from ``(name, local_name, shape, trainable)`` tuples.
 
     Matrices come before vectors inside each part, so that parameters with and without weight
     decay form two ranges, and sizes that need padding come last.
     """
     ordered = sorted(
-        params, key=lambda item: (not item[3], len(item[2]) < 2, math.prod(item[2]) % ALIGNMENT != 0)
+        params,
+        key=lambda item: (not item[3], len(item[2]) < 2, math.prod(item[2]) % ALIGNMENT != 0),
     )
     placed: list[ParamSpec] = []
     offset = num_trainable = 0
@@ -136,4 +139,4 @@ def plan_segments(layout: UnitLayout, group_of: Callable[[ParamSpec], int]) -> t
 def split_range(start: int, stop: int, chunk: int) -> list[tuple[int, int]]:
     """Cut ``[start, stop)`` at multiples of ``chunk`` elements."""
     cuts = [start, *range((start // chunk + 1) * chunk, stop, chunk), stop]
-    return [(a, b) for a, b in zip(cuts[:-1], cuts[1:], strict=True) if a < b]
+    return [(a, b) for a, b in itertools.pairwise(cuts) if a < b]

@@ -9,12 +9,12 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from headrace.errors import ConfigError, DataError
-from headrace.store.safetensors_io import read_index
+from headrace.store.safetensors_io import SafetensorsReader, read_index
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -56,24 +56,15 @@ def load_pretrained(
     if path.suffix == ".gguf":
         path, gguf_file = path.parent, path.name
     if gguf_file is not None:
-        return _load_gguf(spec, state, path, gguf_file)
-    from safetensors import safe_open
-
+        return _load_gguf(state, path, gguf_file)
     files = read_index(path)
     used: set[str] = set()
-    opened: dict[Path, Any] = {}
-    try:
+    with SafetensorsReader() as reader:
         for layout, unit in zip(state.layouts, state.units, strict=True):
             for param in layout.params:
                 key = _find_key(param, files, spec)
                 used.add(key)
-                file = files[key]
-                if file not in opened:
-                    opened[file] = safe_open(file, framework="pt").__enter__()
-                unit.set_master(param, opened[file].get_tensor(key))
-    finally:
-        for handle in opened.values():
-            handle.__exit__(None, None, None)
+                unit.set_master(param, reader.get(files[key], key))
     ignored = set(files) - used
     if spec.tied:
         ignored -= {f"{spec.parts.head_path}.weight"}
@@ -96,8 +87,8 @@ def _find_key(param: ParamSpec, files: dict[str, Path], spec: ModelSpec) -> str:
     )
 
 
-def _load_gguf(spec: ModelSpec, state: ModelState, folder: Path, gguf_file: str) -> LoadReport:
-    from transformers import AutoModelForCausalLM
+def _load_gguf(state: ModelState, folder: Path, gguf_file: str) -> LoadReport:
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415 - slow; only when needed
 
     if not (folder / gguf_file).is_file():
         raise ConfigError(f"no GGUF file {folder / gguf_file}")

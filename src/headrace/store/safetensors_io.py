@@ -10,11 +10,13 @@ Format: 8 bytes little-endian header length, a JSON header, the raw little-endia
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
+from safetensors import safe_open
 
 from headrace.errors import CheckpointError
 
@@ -73,8 +75,6 @@ def read_index(path: Path) -> dict[str, Path]:
     Raises:
         CheckpointError: there are no safetensors weights, or the index names missing files.
     """
-    from safetensors import safe_open
-
     index = path / "model.safetensors.index.json"
     if index.is_file():
         weight_map = json.loads(index.read_text())["weight_map"]
@@ -92,3 +92,24 @@ def read_index(path: Path) -> dict[str, Path]:
         f"no safetensors weights in {path}{found}",
         remedy="save the model with safe_serialization (transformers' default)",
     )
+
+
+class SafetensorsReader:
+    """Keeps safetensors files open while their tensors are read."""
+
+    def __init__(self) -> None:
+        self._open: dict[Path, Any] = {}
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def get(self, path: Path, name: str) -> torch.Tensor:
+        """Read one tensor."""
+        if path not in self._open:
+            self._open[path] = self._stack.enter_context(safe_open(path, framework="pt"))
+        tensor: torch.Tensor = self._open[path].get_tensor(name)
+        return tensor
