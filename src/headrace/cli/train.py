@@ -1,0 +1,66 @@
+"""``headrace train``: the command line of :func:`headrace.trainer.train`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+
+@app.command()
+def train(
+    config: Annotated[
+        Path | None, typer.Argument(help="YAML file; keys as in transformers' TrainingArguments.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="key=value pairs that replace keys of the file; dotted keys go deeper."
+        ),
+    ] = None,
+    *,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object; progress goes to stderr.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check the configuration, print it resolved, stop.")
+    ] = False,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON schema of the file and stop.")
+    ] = False,
+) -> None:
+    """Train all weights of a model as CONFIG says.
+
+    Stop with Ctrl-C: the step is finished and saved, and resume_from_checkpoint=auto goes on.
+    """
+    from headrace.errors import ConfigError
+    from headrace.trainer.config import json_schema, resolve
+
+    if schema:
+        print(json.dumps(json_schema(), indent=1))
+        return
+    if config is None:
+        raise ConfigError(
+            "headrace train needs a configuration file",
+            remedy="headrace train CONFIG.yaml; recipes/ has some to start from",
+        )
+    if dry_run:
+        resolved, notes = resolve(config, overrides or [])
+        if as_json:
+            print(json.dumps({"config": resolved.to_dict(), "notes": notes}))
+        else:
+            print("".join(f"# {note}\n" for note in notes) + resolved.to_yaml(), end="")
+        return
+
+    from rich.console import Console
+
+    from headrace.trainer.run import train as run
+
+    result = run(config, overrides or [], console=Console(stderr=as_json))
+    if as_json:
+        print(json.dumps(vars(result), default=str))
+    raise typer.Exit(result.exit_code)

@@ -1,0 +1,318 @@
+"""The configuration of a run: its keys, their checks, the settings made of them.
+
+Owns the names that users write; they are those of transformers' ``TrainingArguments`` wherever
+it has one. The only module that knows pydantic: the parts of the trainer take frozen
+dataclasses that :class:`TrainConfig` builds (files and overrides are ``config_file.py``). The
+invariant: every key is honoured, translated with a note, or refused. Reads no data and no model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from headrace.data.loader import LoaderSettings
+from headrace.data.packing import RowSettings
+from headrace.data.sources import DatasetSource
+from headrace.engine.config import AdamWConfig, EngineConfig, ParamGroup
+from headrace.errors import ConfigError
+from headrace.trainer.aliases import translate
+from headrace.trainer.config_file import apply_override, read_yaml, refuse_unknown
+from headrace.trainer.schedule import Schedule, ScheduleSettings, resolve_warmup
+from headrace.units import parse_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class TrainConfig(BaseModel):
+    """Everything about a training run; each field is a key of the YAML file."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        populate_by_name=True,
+        protected_namespaces=(),
+        use_attribute_docstrings=True,
+    )
+
+    model_name_or_path: str | None = None
+    """Folder (or name in the local hub cache) whose weights training starts from."""
+    scratch_config: str | dict[str, Any] | None = Field(default=None, alias="model_config")
+    """Start from random weights instead: a config.json, its folder, or its contents."""
+    tokenizer_name_or_path: str | None = None
+    """Tokenizer folder or cached name; the model's own by default."""
+    gguf_file: str | None = None
+    """Name of a GGUF file in model_name_or_path to read the weights from."""
+    trust_remote_code: bool = False
+    """Run Python code that ships with the model."""
+    eos_token: str | None = None
+    """Token that ends a document, for tokenizers that name none."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Working weights; the master weights are float32 either way."""
+    seed: int = 42
+    """Of the initialisation, and of the data order unless data_seed is set."""
+    data_seed: int | None = None
+    """Of the data order."""
+
+    datasets: list[DatasetSource] = Field(min_length=1)
+    """What to train on: a list of {path, type: text | tokens, weight, text_field, name}."""
+    eval_datasets: list[DatasetSource] = Field(default_factory=list)
+    """What to evaluate on, each reported under its name."""
+    max_length: int = Field(default=1024, ge=2)
+    """Tokens a row can hold."""
+    packing: bool = True
+    """Put several documents in a row; they do not see each other."""
+    packing_strategy: Literal["bfd_split", "wrapped"] = "bfd_split"
+    """Keep documents whole where they fit, or cut one stream every max_length tokens."""
+    excess_length: Literal["split", "truncate", "drop"] = "split"
+    """What becomes of documents longer than max_length."""
+    pad_to_multiple_of: int = Field(default=8, ge=1)
+    """Lengths of unpacked micro-batches are rounded up to it."""
+    shuffle: bool = True
+    """Draw a new order every epoch."""
+    data_cache_dir: Path | None = None
+    """Where tokenised datasets are kept; ~/.cache/headrace by default."""
+    dataloader_drop_last: bool = False
+    """Leave out the rows at the end of an epoch that fill no whole step."""
+
+    output_dir: Path
+    """Folder of the run: config, metrics, checkpoints."""
+    overwrite_output_dir: bool = False
+    """Delete the checkpoints of an earlier run in output_dir when training starts."""
+    run_name: str | None = None
+    """Name for trackers; the name of output_dir by default."""
+
+    per_device_train_batch_size: int = Field(default=8, ge=1)
+    """Rows of a micro-batch."""
+    per_device_eval_batch_size: int = Field(default=8, ge=1)
+    """Rows of an evaluation micro-batch."""
+    gradient_accumulation_steps: int = Field(default=1, ge=1)
+    """Micro-batches of an optimizer step."""
+    num_train_epochs: float = Field(default=3.0, gt=0)
+    """Passes over the data."""
+    max_steps: int = -1
+    """Optimizer steps; above 0 it replaces num_train_epochs."""
+
+    learning_rate: float = Field(default=5e-5, gt=0)
+    """Peak learning rate."""
+    lr_scheduler_type: str = "linear"
+    """Shape of the learning rate, by transformers' name."""
+    lr_scheduler_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Options of the schedule, such as min_lr."""
+    warmup_steps: float = 0
+    """Steps of linear warm-up; below 1, a share of the run."""
+    warmup_ratio: float | None = None
+    """Share of the run spent in warm-up."""
+    optim: Literal["adamw"] = "adamw"
+    """Optimizer."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled decay, on matrices only."""
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of the first moment."""
+    adam_beta2: float = Field(default=0.999, ge=0, lt=1)
+    """Decay of the second moment."""
+    adam_epsilon: float = Field(default=1e-8, gt=0)
+    """Added to the root of the second moment."""
+    max_grad_norm: float = Field(default=1.0, ge=0)
+    """Limit of the 2-norm of the whole gradient; 0 for none."""
+    param_groups: list[ParamGroup] = Field(default_factory=list)
+    """Exceptions by parameter name: a list of {pattern, learning_rate_scale, weight_decay}."""
+
+    logging_steps: float = Field(default=10, gt=0)
+    """Steps between logged rows; below 1, a share of the run."""
+    eval_strategy: Literal["no", "steps", "epoch"] | None = None
+    """When to evaluate; steps if eval_steps is given, else epoch, if there is anything to."""
+    eval_steps: float | None = Field(default=None, gt=0)
+    """Steps between evaluations; below 1, a share of the run."""
+    save_strategy: Literal["no", "steps", "epoch"] = "steps"
+    """When to save; the end of training is always saved."""
+    save_steps: float = Field(default=500, gt=0)
+    """Steps between checkpoints; below 1, a share of the run."""
+    save_total_limit: int | None = Field(default=None, ge=1)
+    """Checkpoints to keep; older ones are deleted."""
+    resume_from_checkpoint: bool | str = False
+    """auto goes on from the last complete checkpoint of output_dir if there is one; or a path."""
+    requeue: bool = False
+    """When a signal stops the run, save and exit with 75 so that a scheduler starts it again."""
+    report_to: list[str] = Field(default_factory=list)
+    """Trackers, by transformers' names: tensorboard, wandb, mlflow, trackio, ..."""
+    progress: Literal["auto", "live", "lines", "none"] = "auto"
+    """Display: a live panel on a terminal, else one line an interval."""
+
+    device: str = "auto"
+    """cuda where there is one, else cpu."""
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+    """How a step runs; nothing here changes its result beyond rounding."""
+
+    @field_validator("engine", mode="before")
+    @classmethod
+    def _check_engine(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            refuse_unknown(value, _field_names(EngineConfig), "engine.")
+            if "chunk_bytes" in value:
+                value = {**value, "chunk_bytes": parse_bytes(value["chunk_bytes"])}
+        return value
+
+    @field_validator("datasets", "eval_datasets", "param_groups", mode="before")
+    @classmethod
+    def _check_entries(cls, value: Any, info: Any) -> Any:
+        kind = ParamGroup if info.field_name == "param_groups" else DatasetSource
+        for number, entry in enumerate(value if isinstance(value, list) else []):
+            if isinstance(entry, dict):
+                refuse_unknown(entry, _field_names(kind), f"{info.field_name}.{number}.")
+        return value
+
+    @field_validator("report_to", mode="before")
+    @classmethod
+    def _list_of_trackers(cls, value: Any) -> Any:
+        if value is None or value == "none":
+            return []
+        return [value] if isinstance(value, str) else value
+
+    @field_validator("resume_from_checkpoint", mode="before")
+    @classmethod
+    def _resume_value(cls, value: Any) -> Any:
+        return (
+            False if value in (None, "", "false") else "auto" if value in (True, "true") else value
+        )
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if (self.model_name_or_path is None) == (self.scratch_config is None):
+            raise ConfigError(
+                "a run starts either from model_name_or_path (trained weights) or from "
+                "model_config (random weights); "
+                + ("neither is given" if self.scratch_config is None else "both are given"),
+                remedy="give exactly one",
+            )
+        if self.gguf_file is not None and self.model_name_or_path is None:
+            raise ConfigError(
+                "gguf_file has no effect without model_name_or_path",
+                remedy="name the folder of the GGUF file as model_name_or_path",
+            )
+        if self.max_steps == 0 or self.max_steps < -1:
+            raise ConfigError(
+                f"max_steps is {self.max_steps}", remedy="a positive count, or -1 for epochs"
+            )
+        if not self.eval_datasets and (self.eval_steps or self.eval_strategy not in (None, "no")):
+            raise ConfigError(
+                "evaluation is asked for, but there are no eval_datasets",
+                remedy="give eval_datasets, or remove eval_strategy and eval_steps",
+            )
+        if self.eval_strategy == "steps" and self.eval_steps is None:
+            raise ConfigError("eval_strategy: steps needs eval_steps", remedy="eval_steps: 100")
+        names = [source.label for source in self.eval_datasets]
+        if len(set(names)) < len(names):
+            raise ConfigError(
+                f"two eval_datasets have the same name: {names}", remedy="give each a name:"
+            )
+        self.row_settings()  # both refuse what they cannot do
+        Schedule(self.schedule_settings(max(1, self.max_steps)))
+        return self
+
+    # -- settings of the parts -------------------------------------------------------------
+
+    def row_settings(self) -> RowSettings:
+        """How documents become rows."""
+        return RowSettings(
+            max_length=self.max_length,
+            packing=self.packing,
+            packing_strategy=self.packing_strategy,
+            excess_length=self.excess_length,
+        )
+
+    def loader_settings(self, *, pad_token_id: int, num_ranks: int = 1) -> LoaderSettings:
+        """How rows become steps."""
+        return LoaderSettings(
+            micro_batch_size=self.per_device_train_batch_size,
+            accumulation=self.gradient_accumulation_steps,
+            num_ranks=num_ranks,
+            drop_last=self.dataloader_drop_last,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            pad_token_id=pad_token_id,
+        )
+
+    def schedule_settings(self, num_steps: int) -> ScheduleSettings:
+        """The learning rate of a run of ``num_steps``."""
+        return ScheduleSettings(
+            kind=self.lr_scheduler_type,
+            learning_rate=self.learning_rate,
+            num_steps=num_steps,
+            num_warmup_steps=resolve_warmup(self.warmup_steps, self.warmup_ratio, num_steps),
+            options=self.lr_scheduler_kwargs,
+        )
+
+    def adamw(self) -> AdamWConfig:
+        """The optimizer's settings."""
+        return AdamWConfig(
+            beta1=self.adam_beta1,
+            beta2=self.adam_beta2,
+            eps=self.adam_epsilon,
+            weight_decay=self.weight_decay,
+            groups=tuple(self.param_groups),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every key with its value, as JSON types; :func:`resolve` accepts it again."""
+        return self.model_dump(mode="json", by_alias=True)
+
+    def to_yaml(self) -> str:
+        """The resolved configuration, in the order of the documentation."""
+        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True, width=100)
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON schema of the YAML file, for editors."""
+    schema = TrainConfig.model_json_schema(by_alias=True)
+    schema["title"] = "headrace training configuration"
+    return schema
+
+
+def resolve(
+    source: str | Path | dict[str, Any] | TrainConfig, overrides: Sequence[str] = ()
+) -> tuple[TrainConfig, list[str]]:
+    """A checked configuration, and a note for every key that was translated.
+
+    Args:
+        source: a YAML file, its contents, or a configuration.
+        overrides: ``key=value`` with dotted keys, values in YAML: ``engine.activations=recompute``,
+            ``datasets.0.path=more.jsonl``.
+
+    Raises:
+        ConfigError: naming each key that is unknown, missing or wrong.
+    """
+    if isinstance(source, TrainConfig):
+        source = source.to_dict()
+    raw = read_yaml(Path(source)) if isinstance(source, (str, Path)) else dict(source)
+    for override in overrides:
+        apply_override(raw, override)
+    translated, notes = translate(raw)
+    refuse_unknown(translated, _keys(), "")
+    try:
+        return TrainConfig.model_validate(translated), notes
+    except ValidationError as error:
+        problems = [_describe(problem) for problem in error.errors()]
+        raise ConfigError(
+            "the configuration is not usable:\n  " + "\n  ".join(problems),
+            remedy="headrace train --schema prints every key with its type and meaning",
+        ) from error
+
+
+def _keys() -> list[str]:
+    return [field.alias or name for name, field in TrainConfig.model_fields.items()]
+
+
+def _field_names(kind: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind)]
+
+
+def _describe(problem: Any) -> str:
+    place = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "missing":
+        return f"{place} is missing"
+    return f"{place}: {problem['msg']} (got {problem['input']!r})"

@@ -1,0 +1,257 @@
+"""The training loop: steps, logged rows, evaluations, saves, stops.
+
+Owns the order of things within a step. The invariant: what a row of ``metrics.jsonl``, a
+checkpoint and a callback say of step N is the state after N updates, and a checkpoint is written
+only after every row up to N. Builds nothing and reads no configuration file.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from headrace.data.loader import evaluation_batches
+from headrace.trainer.metrics import Meter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from headrace.data.loader import LoaderSettings, RowSet, StepBatch, TrainLoader
+    from headrace.engine import Engine, StepResult
+    from headrace.trainer.callbacks import Callbacks
+    from headrace.trainer.display import Display
+    from headrace.trainer.metrics import MetricsLog
+    from headrace.trainer.resume import Progress
+    from headrace.trainer.schedule import Schedule
+    from headrace.trainer.signals import StopRequest
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopSettings:
+    """When things happen, in optimizer steps.
+
+    Attributes:
+        num_steps: of the whole run.
+        max_grad_norm: limit of the gradient's norm, ``None`` for none.
+        logging_steps: between logged rows.
+        eval_steps: between evaluations; 0 for none by steps.
+        eval_at_epochs: evaluate at the end of every epoch.
+        save_steps: between checkpoints; 0 for none by steps.
+        save_at_epochs: save at the end of every epoch.
+    """
+
+    num_steps: int
+    max_grad_norm: float | None
+    logging_steps: int
+    eval_steps: int = 0
+    eval_at_epochs: bool = False
+    save_steps: int = 0
+    save_at_epochs: bool = False
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the run evaluates at all; if so, also at its end."""
+        return bool(self.eval_steps) or self.eval_at_epochs
+
+
+class TrainingLoop:
+    """Runs steps from a point of progress to the end, or to a stop.
+
+    Args:
+        engine: runs a step.
+        loader: gives its micro-batches; its state is where the run goes on.
+        schedule: gives its learning rate.
+        eval_sets: datasets to evaluate on.
+        eval_settings: their batches.
+        settings: when things happen.
+        progress: the beginning, or what a checkpoint held.
+        callbacks: told of every event.
+        display: shows it.
+        log: the metrics file.
+        save: writes a checkpoint of the trainer's state and returns its folder.
+        stop: asks for an early end.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        loader: TrainLoader,
+        schedule: Schedule,
+        eval_sets: Sequence[RowSet],
+        eval_settings: LoaderSettings,
+        settings: LoopSettings,
+        progress: Progress,
+        callbacks: Callbacks,
+        display: Display,
+        log: MetricsLog,
+        save: Callable[[Progress], Path],
+        stop: StopRequest,
+    ) -> None:
+        self._engine = engine
+        self._loader = loader
+        self._schedule = schedule
+        self._eval_sets = eval_sets
+        self._eval_settings = eval_settings
+        self._settings = settings
+        self._progress = progress
+        self._callbacks = callbacks
+        self._display = display
+        self._log = log
+        self._save_checkpoint = save
+        self._stop = stop
+        self._evaluation_due = progress.evaluation_due
+        self._saved_step = progress.step
+        self.step = progress.step
+        self.meter = Meter(**progress.meter)
+        self.last_row: dict[str, Any] = {}
+        self.eval_losses: dict[str, float] = {}
+
+    def run(self) -> None:
+        """Train until the last step, a callback's wish or a stop request; save what is there."""
+        callbacks, settings = self._callbacks, self._settings
+        self._sync_state()
+        callbacks.fire("on_train_begin")
+        if self._evaluation_due and not self._stop:
+            self._emit(self._evaluate())
+        while self.step < settings.num_steps and not self._should_end():
+            self._one_step()
+        if self._saved_step != self.step:
+            self._save()
+        callbacks.fire("on_train_end")
+
+    def _should_end(self) -> bool:
+        return bool(self._stop) or self._callbacks.control.should_training_stop
+
+    def _one_step(self) -> None:
+        callbacks = self._callbacks
+        callbacks.new_step()
+        if self._loader.state.index == 0:
+            callbacks.control.should_epoch_stop = False
+            callbacks.fire("on_epoch_begin")
+        callbacks.fire("on_step_begin")
+        started = time.perf_counter()
+        batch = self._loader.next_step()
+        learning_rate = self._schedule(self.step)
+        result = self._engine.step(
+            batch.micro_batches,
+            learning_rate=learning_rate,
+            max_grad_norm=self._settings.max_grad_norm,
+        )
+        seconds = time.perf_counter() - started
+        self.step += 1
+        self.meter.add(result, num_tokens=batch.num_tokens, seconds=seconds)
+        self._display.step(self.step, seconds)
+        self._sync_state()
+        self._ask(batch)
+        callbacks.fire("on_step_end")
+        if batch.state.index == 0:
+            callbacks.fire("on_epoch_end")
+        self._answer(result, learning_rate)
+
+    def _ask(self, batch: StepBatch) -> None:
+        """Set what the settings ask for at this step; callbacks may then change it."""
+        control, settings = self._callbacks.control, self._settings
+        at_end = self.step >= settings.num_steps
+        at_epoch = batch.state.index == 0
+        control.should_log = self.step % settings.logging_steps == 0 or at_end
+        control.should_evaluate = settings.evaluates and (
+            at_end
+            or (settings.eval_steps > 0 and self.step % settings.eval_steps == 0)
+            or (settings.eval_at_epochs and at_epoch)
+        )
+        control.should_save = (
+            at_end
+            or (settings.save_steps > 0 and self.step % settings.save_steps == 0)
+            or (settings.save_at_epochs and at_epoch)
+        )
+        control.should_training_stop |= at_end
+
+    def _answer(self, result: StepResult, learning_rate: float) -> None:
+        control = self._callbacks.control
+        row: dict[str, Any] = {}
+        if control.should_log:
+            row |= self.meter.row(result, learning_rate=learning_rate)
+        # A stop leaves the evaluation to the session that goes on: a scheduler's grace period
+        # may be shorter.
+        self._evaluation_due = control.should_evaluate and bool(self._stop)
+        if control.should_evaluate and not self._evaluation_due:
+            row |= self._evaluate()
+        if row:
+            self._emit(row)
+        if control.should_save:
+            self._save()
+
+    def _emit(self, row: dict[str, Any]) -> None:
+        row = {"step": self.step, "epoch": self._callbacks.state.epoch, **row}
+        self._log.append(row)
+        self._display.row(row)
+        self.last_row |= row
+        flat = {k: v for k, v in row.items() if v is not None and k not in {"step", "epoch"}}
+        for lane, waited in flat.pop("exposed_seconds", {}).items():
+            flat[f"exposed_{lane}_seconds"] = waited
+        flat["epoch"] = row["epoch"]
+        self._callbacks.state.log_history.append({"step": self.step, **flat})
+        self._callbacks.fire("on_log", logs=flat)
+        if "eval_loss" in row:
+            evaluated = {k: v for k, v in flat.items() if k.startswith("eval_") or k == "epoch"}
+            self._callbacks.fire("on_evaluate", metrics=evaluated)
+            best = self._callbacks.state.best_metric
+            if best is None or row["eval_loss"] < best:
+                self._callbacks.state.best_metric = row["eval_loss"]
+                self._callbacks.state.best_global_step = self.step
+
+    def _evaluate(self) -> dict[str, Any]:
+        """Mean loss over each set's supervised tokens, and over those of all sets."""
+        self._evaluation_due = False
+        started = time.perf_counter()
+        size = self._eval_settings.micro_batch_size
+        # As many rows at a time as a step takes, so that evaluation needs no more memory.
+        group = max(1, self._loader.settings.rows_per_step // size)
+        loss_sum, num_tokens = 0.0, 0
+        losses: dict[str, float] = {}
+        for rows in self._eval_sets:
+            set_sum, set_tokens = 0.0, 0
+            batches = evaluation_batches(rows, self._eval_settings)
+            while micro_batches := list(islice(batches, group)):
+                result = self._engine.evaluate(micro_batches)
+                set_sum += result.loss_sum
+                set_tokens += result.num_supervised_tokens
+            losses[rows.label] = set_sum / max(1, set_tokens)
+            loss_sum += set_sum
+            num_tokens += set_tokens
+        self.eval_losses = losses
+        figures: dict[str, Any] = {"eval_loss": loss_sum / max(1, num_tokens)}
+        if len(losses) > 1:
+            figures |= {f"eval_{label}_loss": loss for label, loss in losses.items()}
+        figures["eval_seconds"] = time.perf_counter() - started
+        return figures
+
+    def _save(self) -> None:
+        self._log.sync()
+        self._engine.synchronize()
+        path = self._save_checkpoint(self.progress())
+        self._saved_step = self.step
+        self._display.say(f"saved {path}")
+        self._callbacks.fire("on_save")
+
+    def progress(self) -> Progress:
+        """The trainer's part of a checkpoint of this moment."""
+        return replace(
+            self._progress,
+            step=self.step,
+            loader=self._loader.state,
+            meter=self.meter.to_dict(),
+            callbacks=self._callbacks.exported(),
+            best_metric=self._callbacks.state.best_metric,
+            evaluation_due=self._evaluation_due,
+        )
+
+    def _sync_state(self) -> None:
+        state, loader = self._callbacks.state, self._loader.state
+        state.global_step = self.step
+        state.epoch = loader.epoch + loader.index / self._loader.order.epoch_length
+        state.num_input_tokens_seen = self.meter.num_tokens

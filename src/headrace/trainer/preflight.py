@@ -1,0 +1,250 @@
+"""What can be refused before long work begins: model, tokenizer, lengths, disk.
+
+Owns the reading of a run's inputs up to the point where data must be tokenised or weights
+loaded. The invariant: nothing is written and no large memory is taken here, and every refusal
+says what was given, the limit and the remedy.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from headrace.data.sources import resolve_files
+from headrace.errors import CapacityError, ConfigError
+from headrace.models.spec import ModelSpec, load_config
+from headrace.store.checkpoint import list_checkpoints
+from headrace.units import format_bytes
+
+if TYPE_CHECKING:
+    from headrace.trainer.config import TrainConfig
+
+
+def choose_device(name: str) -> torch.device:
+    """The device that ``device:`` names.
+
+    Raises:
+        ConfigError: torch knows no such device, or it is not there.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device: {name!r} is no device", remedy="auto, cpu or cuda") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"device: {name} is asked for, but this torch ({torch.__version__}) sees no GPU",
+            remedy="device: cpu, or install a CUDA build of torch",
+        )
+    return device
+
+
+def refuse_several_processes() -> None:
+    """Refuse to be started by a launcher that starts several processes.
+
+    Raises:
+        ConfigError: each would train alone and write the same files.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size > 1:
+        raise ConfigError(
+            f"started as one of {size} processes (WORLD_SIZE); this version trains in one",
+            remedy="start it once, without torchrun",
+        )
+
+
+def check_files(config: TrainConfig) -> None:
+    """Every dataset path means at least one readable file.
+
+    Raises:
+        DataError: naming the first that does not.
+    """
+    for source in (*config.datasets, *config.eval_datasets):
+        resolve_files(source.path)
+
+
+def model_folder(name: str) -> Path:
+    """The folder of a model: a path, or the local copy of a hub name.
+
+    Raises:
+        ConfigError: it is neither; nothing is downloaded.
+    """
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 - only for names
+    from huggingface_hub.errors import (  # noqa: PLC0415 - as above
+        HFValidationError,
+        LocalEntryNotFoundError,
+    )
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError) as error:
+        raise ConfigError(
+            f"model {name!r} is neither a folder nor in the local hub cache",
+            remedy=f"correct the path, or fetch it first: hf download {name}",
+        ) from error
+
+
+def load_tokenizer(config: TrainConfig) -> Any:
+    """The run's tokenizer, or ``None`` when there is none and no dataset needs one.
+
+    Raises:
+        ConfigError: a dataset holds text and there is no tokenizer, or ``eos_token`` is not a
+            token of it.
+    """
+    from transformers import AutoTokenizer  # noqa: PLC0415 - seconds; configuration errors first
+
+    needed = any(s.type == "text" for s in (*config.datasets, *config.eval_datasets))
+    name = config.tokenizer_name_or_path or config.model_name_or_path
+    if name is None and isinstance(config.scratch_config, str):
+        name = config.scratch_config
+    if name is None:
+        if needed:
+            raise ConfigError(
+                "datasets hold text, and a model from model_config brings no tokenizer",
+                remedy="name one with tokenizer_name_or_path:",
+            )
+        return None
+    folder = model_folder(name)
+    options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
+    if config.tokenizer_name_or_path is None and (gguf := _gguf_file(config, folder)):
+        folder, options["gguf_file"] = gguf.parent, gguf.name
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(folder.parent if folder.suffix == ".json" else folder), **options
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if not needed and config.tokenizer_name_or_path is None:
+            return None
+        raise ConfigError(
+            f"no tokenizer in {folder}: {_first_line(error)}",
+            remedy="name one with tokenizer_name_or_path:",
+        ) from error
+    if config.eos_token is not None:
+        if config.eos_token not in tokenizer.get_vocab():
+            raise ConfigError(
+                f"eos_token: {config.eos_token!r} is not a token of the tokenizer in {folder}",
+                remedy="name one of its tokens, such as <|endoftext|> or </s>",
+            )
+        tokenizer.eos_token = config.eos_token
+    return tokenizer
+
+
+def _gguf_file(config: TrainConfig, folder: Path) -> Path | None:
+    if folder.suffix == ".gguf":
+        return folder
+    return folder / config.gguf_file if config.gguf_file else None
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else repr(error)
+
+
+def load_model_config(config: TrainConfig, tokenizer: Any) -> Any:
+    """The transformers configuration of the model to train.
+
+    Raises:
+        ConfigError: there is none, or its contents are not usable.
+    """
+    from transformers import AutoConfig  # noqa: PLC0415 - seconds; configuration errors first
+
+    scratch = config.scratch_config
+    if isinstance(scratch, str):
+        return load_config(scratch, trust_remote_code=config.trust_remote_code)
+    if scratch is None:
+        assert config.model_name_or_path is not None
+        folder = model_folder(config.model_name_or_path)
+        if gguf := _gguf_file(config, folder):
+            if not gguf.is_file():
+                raise ConfigError(f"no GGUF file {gguf}", remedy="correct gguf_file")
+            return AutoConfig.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+        return load_config(str(folder), trust_remote_code=config.trust_remote_code)
+    values = dict(scratch)
+    if "model_type" not in values:
+        raise ConfigError(
+            "model_config has no model_type", remedy="model_type: qwen3, llama, mistral, ..."
+        )
+    if tokenizer is not None:
+        # A configuration class has the ids of some released tokenizer as defaults.
+        values.setdefault("vocab_size", len(tokenizer))
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            values.setdefault(name, getattr(tokenizer, name))
+    try:
+        return AutoConfig.for_model(**values)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"model_config is not usable: {_first_line(error)}",
+            remedy="use the keys of the model's config.json",
+        ) from error
+
+
+def check_lengths(config: TrainConfig, spec: ModelSpec, tokenizer: Any) -> None:
+    """The model has a position for every token of a row and a row for every token id.
+
+    Raises:
+        ConfigError: with both figures.
+    """
+    positions = getattr(spec.config, "max_position_embeddings", None)
+    if positions is not None and config.max_length > positions:
+        raise ConfigError(
+            f"max_length is {config.max_length}, the model has {positions} positions "
+            "(max_position_embeddings)",
+            remedy=f"max_length: {positions}, or extend the model's positions in its config.json",
+        )
+    if tokenizer is not None and len(tokenizer) > spec.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model's vocabulary {spec.vocab_size}",
+            remedy="use the model's own tokenizer, or set vocab_size in model_config",
+        )
+
+
+def check_disk(
+    config: TrainConfig, *, checkpoint_bytes: int, num_saves: int, first_step: int
+) -> None:
+    """The disk of ``output_dir`` holds the checkpoints that will exist at one time.
+
+    Args:
+        config: the run.
+        checkpoint_bytes: of one.
+        num_saves: that the run will make.
+        first_step: above 0 when existing checkpoints stay.
+
+    Raises:
+        CapacityError: with the arithmetic.
+    """
+    limit = config.save_total_limit
+    # The new one is complete before the oldest is deleted.
+    most = num_saves if limit is None else min(num_saves, limit + 1)
+    existing = len(list_checkpoints(config.output_dir)) if first_step else 0
+    count = max(1, most - (existing if limit is not None else 0))
+    place = config.output_dir.resolve()
+    while not place.exists():
+        place = place.parent
+    if not os.access(place, os.W_OK):
+        raise ConfigError(
+            f"output_dir {config.output_dir}: {place} is not writable", remedy="choose another"
+        )
+    free = shutil.disk_usage(place).free
+    if count * checkpoint_bytes > free:
+        raise CapacityError(
+            f"checkpoints need {count} x {format_bytes(checkpoint_bytes)} = "
+            f"{format_bytes(count * checkpoint_bytes)}, {place} has {format_bytes(free)} free",
+            remedy="free space, choose another output_dir"
+            + (", or lower save_total_limit" if limit else ", or set save_total_limit")
+            if count > 1
+            else "free space, or choose another output_dir",
+        )
+
+
+def interval(value: float, num_steps: int) -> int:
+    """Steps of an interval given as a count, or as a share of the run if below 1."""
+    return max(1, math.ceil(num_steps * value) if value < 1 else int(value))

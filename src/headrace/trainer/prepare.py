@@ -1,0 +1,258 @@
+"""Everything a run needs before its first step, cheapest refusal first.
+
+Owns the order: files, tokenizer, model, lengths, the output folder, memory, disk, then
+tokenising, then weights. The invariant: when this fails, ``output_dir`` holds what it held
+before (but for the lock file), and the state's memory is given back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from headrace.data.loader import LoaderSettings, RowSet, TrainLoader
+from headrace.data.sampler import LoaderState
+from headrace.data.tokens import default_cache_dir, tokenise
+from headrace.models.spec import ModelSpec
+from headrace.store.checkpoint import load_checkpoint
+from headrace.store.loading import initialise, load_pretrained
+from headrace.store.state import ModelState
+from headrace.trainer import preflight
+from headrace.trainer.loop import LoopSettings
+from headrace.trainer.metrics import Meter
+from headrace.trainer.resume import (
+    Progress,
+    RunLock,
+    changed_settings,
+    check_data,
+    choose_checkpoint,
+    data_fingerprint,
+    read_progress,
+)
+from headrace.trainer.schedule import Schedule
+from headrace.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import ExitStack
+    from pathlib import Path
+
+    import torch
+
+    from headrace.trainer.config import TrainConfig
+
+    Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What :func:`prepare` made.
+
+    Attributes:
+        config: the checked configuration.
+        device: where compute runs.
+        tokenizer: or ``None``.
+        spec: the model's structure.
+        state: its weights and moments, filled.
+        loader: training data, standing where the run goes on.
+        eval_sets: datasets to evaluate on.
+        eval_settings: their batches.
+        settings: when things happen.
+        schedule: the learning rate.
+        progress: the beginning, or what the checkpoint held.
+        checkpoint: what the run goes on from, or ``None``.
+    """
+
+    config: TrainConfig
+    device: torch.device
+    tokenizer: Any
+    spec: ModelSpec
+    state: ModelState
+    loader: TrainLoader
+    eval_sets: list[RowSet]
+    eval_settings: LoaderSettings
+    settings: LoopSettings
+    schedule: Schedule
+    progress: Progress
+    checkpoint: Path | None
+
+
+def prepare(config: TrainConfig, stack: ExitStack, say: Say) -> Prepared:
+    """Check, read, allocate and load.
+
+    Args:
+        config: the run.
+        stack: gets what must be given back when the run ends.
+        say: shows a line.
+
+    Raises:
+        HeadraceError: whatever makes the run impossible, as early as it can be known.
+    """
+    preflight.refuse_several_processes()
+    device = preflight.choose_device(config.device)
+    preflight.check_files(config)
+    tokenizer = preflight.load_tokenizer(config)
+    spec = ModelSpec.from_config(preflight.load_model_config(config, tokenizer))
+    preflight.check_lengths(config, spec, tokenizer)
+    stack.enter_context(RunLock(config.output_dir))
+    checkpoint = choose_checkpoint(config)
+    saved = None if checkpoint is None else read_progress(checkpoint)
+    first_step = saved.step if saved else 0
+    state = _allocate(config, spec, device, stack, say)
+    preflight.check_disk(
+        config, checkpoint_bytes=state.state_bytes, num_saves=1, first_step=first_step
+    )
+    row_sets, eval_sets = _open_data(config, tokenizer, spec, say)
+    pad_token_id = _pad_token_id(tokenizer)
+    loader = TrainLoader(
+        row_sets,
+        config.loader_settings(pad_token_id=pad_token_id),
+        seed=config.seed if config.data_seed is None else config.data_seed,
+        shuffle=config.shuffle,
+        state=saved.loader if saved else None,
+    )
+    settings = loop_settings(config, loader.steps_per_epoch)
+    schedule = Schedule(config.schedule_settings(settings.num_steps))
+    preflight.check_disk(
+        config,
+        checkpoint_bytes=state.state_bytes,
+        num_saves=_num_saves(settings, loader.steps_per_epoch, first_step),
+        first_step=first_step,
+    )
+    progress = _progress(config, saved, checkpoint, loader, say)
+    _load_weights(config, spec, state, checkpoint, say)
+    return Prepared(
+        config=config,
+        device=device,
+        tokenizer=tokenizer,
+        spec=spec,
+        state=state,
+        loader=loader,
+        eval_sets=eval_sets,
+        eval_settings=LoaderSettings(
+            micro_batch_size=config.per_device_eval_batch_size,
+            pad_to_multiple_of=config.pad_to_multiple_of,
+            pad_token_id=pad_token_id,
+        ),
+        settings=settings,
+        schedule=schedule,
+        progress=progress,
+        checkpoint=checkpoint,
+    )
+
+
+def loop_settings(config: TrainConfig, steps_per_epoch: int) -> LoopSettings:
+    """When things happen in a run whose epochs have ``steps_per_epoch``."""
+    num_steps = config.max_steps
+    if num_steps < 0:
+        # As transformers: an epoch counts whole steps, and a share of one is rounded up.
+        num_steps = -int(-config.num_train_epochs * steps_per_epoch // 1)
+    strategy = config.eval_strategy
+    if strategy is None and config.eval_datasets:
+        strategy = "steps" if config.eval_steps else "epoch"
+    eval_steps = save_steps = 0
+    if strategy == "steps" and config.eval_steps:
+        eval_steps = preflight.interval(config.eval_steps, num_steps)
+    if config.save_strategy == "steps":
+        save_steps = preflight.interval(config.save_steps, num_steps)
+    return LoopSettings(
+        num_steps=num_steps,
+        max_grad_norm=config.max_grad_norm or None,
+        logging_steps=preflight.interval(config.logging_steps, num_steps),
+        eval_steps=eval_steps,
+        eval_at_epochs=strategy == "epoch",
+        save_steps=save_steps,
+        save_at_epochs=config.save_strategy == "epoch",
+    )
+
+
+def _num_saves(settings: LoopSettings, steps_per_epoch: int, first_step: int) -> int:
+    """Checkpoints that the rest of the run writes, the last one included."""
+    every = steps_per_epoch if settings.save_at_epochs else settings.save_steps
+    if not every:
+        return 1
+    return -(-settings.num_steps // every) - first_step // every
+
+
+def _allocate(
+    config: TrainConfig, spec: ModelSpec, device: torch.device, stack: ExitStack, say: Say
+) -> ModelState:
+    state = ModelState(spec.units, config.dtype, register_cuda=device.type == "cuda")
+    stack.callback(state.close)
+    say(
+        f"model: {type(spec.model).__name__}, {spec.num_parameters:,} parameters"
+        f"{', tied head' if spec.tied else ''}, on {device}"
+    )
+    say(
+        f"state: {state.state_bytes / spec.num_parameters:g} bytes a parameter = "
+        f"{state.state_bytes:,} bytes ({format_bytes(state.state_bytes)}), "
+        f"and {state.allocated_bytes - state.state_bytes:,} bytes of alignment"
+    )
+    return state
+
+
+def _open_data(
+    config: TrainConfig, tokenizer: Any, spec: ModelSpec, say: Say
+) -> tuple[list[RowSet], list[RowSet]]:
+    opened = []
+    for source in (*config.datasets, *config.eval_datasets):
+        store = tokenise(source, tokenizer, cache_dir=config.data_cache_dir or default_cache_dir())
+        store.check_vocabulary(spec.vocab_size, source.label)
+        rows = RowSet.open(store, config.row_settings(), label=source.label, weight=source.weight)
+        lost = rows.plan.num_dropped_tokens
+        say(
+            f"data: {source.label}: {store.num_documents:,} documents, "
+            f"{rows.plan.num_tokens:,} tokens in {rows.plan.num_rows:,} rows"
+            + (f", {lost:,} tokens left out" if lost else "")
+        )
+        opened.append(rows)
+    count = len(config.datasets)
+    return opened[:count], opened[count:]
+
+
+def _progress(
+    config: TrainConfig,
+    saved: Progress | None,
+    checkpoint: Path | None,
+    loader: TrainLoader,
+    say: Say,
+) -> Progress:
+    seed = loader.order.seed
+    data = data_fingerprint(loader.row_sets, shuffle=config.shuffle, seed=seed)
+    if saved is None or checkpoint is None:
+        return Progress(
+            step=0,
+            loader=LoaderState(seed=seed),
+            meter=Meter().to_dict(),
+            data=data,
+            config=config.to_dict(),
+        )
+    check_data(saved, data, checkpoint)
+    say(f"resuming from {checkpoint}, step {saved.step}")
+    for change in changed_settings(saved, config):
+        say(f"changed since: {change}")
+    return replace(saved, config=config.to_dict())
+
+
+def _load_weights(
+    config: TrainConfig, spec: ModelSpec, state: ModelState, checkpoint: Path | None, say: Say
+) -> None:
+    if checkpoint is not None:
+        load_checkpoint(checkpoint, spec, state)
+    elif config.model_name_or_path is not None:
+        folder = preflight.model_folder(config.model_name_or_path)
+        report = load_pretrained(spec, state, folder, gguf_file=config.gguf_file)
+        if report.ignored:
+            say(
+                f"weights: {len(report.ignored)} tensors of {folder} have no place in the model, "
+                f"such as {report.ignored[0]}"
+            )
+    else:
+        initialise(spec, state, seed=config.seed)
+
+
+def _pad_token_id(tokenizer: Any) -> int:
+    for name in ("pad_token_id", "eos_token_id"):
+        if getattr(tokenizer, name, None) is not None:
+            return int(getattr(tokenizer, name))
+    return 0

@@ -1,0 +1,210 @@
+"""Where a run goes on: the choice of a checkpoint and what must be as it was.
+
+The invariant: a run goes on only from a complete checkpoint, with the same data in the same
+order; anything else that changed is said. What a checkpoint holds of the trainer is JSON. Does
+not read weights.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from headrace.data.sampler import LoaderState
+from headrace.errors import CheckpointError, ConfigError
+from headrace.store.checkpoint import (
+    RECORD,
+    find_problem,
+    latest_checkpoint,
+    list_checkpoints,
+    read_record,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+
+    from headrace.data.loader import RowSet
+    from headrace.trainer.config import TrainConfig
+
+_FORMAT = 1
+
+# Keys that say where a run is kept or shown, not what it computes.
+_INCIDENTAL = frozenset(
+    {
+        "output_dir", "overwrite_output_dir", "run_name", "resume_from_checkpoint", "requeue",
+        "report_to", "progress", "logging_steps", "save_steps", "save_strategy",
+        "save_total_limit", "data_cache_dir", "eval_steps", "eval_strategy", "eval_datasets",
+        "per_device_eval_batch_size",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """The trainer's part of a checkpoint.
+
+    Attributes:
+        step: optimizer steps done.
+        loader: where the data stands.
+        meter: sums of :class:`~headrace.trainer.metrics.Meter`.
+        data: what :func:`data_fingerprint` said of the data.
+        config: the resolved configuration.
+        callbacks: state that callbacks exported.
+        best_metric: lowest evaluation loss so far.
+        evaluation_due: an evaluation of this step was left to the session that goes on.
+    """
+
+    step: int
+    loader: LoaderState
+    meter: dict[str, Any]
+    data: dict[str, Any]
+    config: dict[str, Any]
+    callbacks: dict[str, Any] = field(default_factory=dict)
+    best_metric: float | None = None
+    evaluation_due: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON types."""
+        return {"format": _FORMAT, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, saved: dict[str, Any], path: Path) -> Progress:
+        """Restore what :meth:`to_dict` gave.
+
+        Raises:
+            CheckpointError: it was written by another version of the trainer, or by none.
+        """
+        values = dict(saved)
+        found = values.pop("format", None)
+        if found != _FORMAT:
+            raise CheckpointError(
+                f"{path} holds a trainer state of format {found}, this version reads {_FORMAT}",
+                remedy="start from its weights: model_name_or_path, without resume_from_checkpoint",
+            )
+        values["loader"] = LoaderState(**values["loader"])
+        return cls(**values)
+
+
+def data_fingerprint(row_sets: Sequence[RowSet], *, shuffle: bool, seed: int) -> dict[str, Any]:
+    """What decides the stream of rows, as JSON types."""
+    return {
+        "seed": seed,
+        "shuffle": shuffle,
+        "datasets": [
+            {"key": rows.store.key, "rows": asdict(rows.settings), "weight": rows.weight}
+            for rows in row_sets
+        ],
+    }
+
+
+def choose_checkpoint(config: TrainConfig) -> Path | None:
+    """The checkpoint a run starts from, or ``None`` for a new run.
+
+    Raises:
+        CheckpointError: the path given is no complete checkpoint.
+        ConfigError: a new run would mix with the checkpoints of an earlier one.
+    """
+    wanted = config.resume_from_checkpoint
+    if wanted == "auto":
+        return latest_checkpoint(config.output_dir)
+    if isinstance(wanted, str):
+        path = Path(wanted)
+        if (problem := find_problem(path)) is not None:
+            weights = sorted(path.glob("model*.safetensors")) and not (path / RECORD).is_file()
+            raise CheckpointError(
+                f"resume_from_checkpoint: {path} is not a complete checkpoint ({problem})",
+                remedy="to start from its weights alone, give it as model_name_or_path"
+                if weights
+                else "resume_from_checkpoint: auto takes the last complete one of output_dir",
+            )
+        return path
+    earlier = list_checkpoints(config.output_dir)
+    if earlier and not config.overwrite_output_dir:
+        raise ConfigError(
+            f"{config.output_dir} holds {earlier[-1].name} of an earlier run",
+            remedy="resume_from_checkpoint=auto goes on with it, overwrite_output_dir=true deletes "
+            "it, another output_dir keeps both",
+        )
+    return None
+
+
+def read_progress(path: Path) -> Progress:
+    """The trainer's part of a complete checkpoint.
+
+    Raises:
+        CheckpointError: another format.
+    """
+    return Progress.from_dict(read_record(path)["trainer_state"], path)
+
+
+def check_data(progress: Progress, data: dict[str, Any], path: Path) -> None:
+    """Refuse to go on with other data than the checkpoint's.
+
+    Raises:
+        ConfigError: naming what differs.
+    """
+    if progress.data == data:
+        return
+    saved, now = progress.data, data
+    differing = [key for key in ("seed", "shuffle") if saved[key] != now[key]]
+    for number, (a, b) in enumerate(zip(saved["datasets"], now["datasets"], strict=False)):
+        differing += [
+            {"key": f"contents of datasets.{number}", "rows": "max_length or packing"}.get(
+                name, f"{name} of datasets.{number}"
+            )
+            for name in a
+            if a[name] != b[name]
+        ]
+    if len(saved["datasets"]) != len(now["datasets"]):
+        differing.append("number of datasets")
+    raise ConfigError(
+        f"{path} was trained on other data; what differs: {', '.join(differing)}",
+        remedy="restore the data and its settings, or start a new run from these weights: "
+        f"model_name_or_path={path} and another output_dir",
+    )
+
+
+def changed_settings(progress: Progress, config: TrainConfig) -> list[str]:
+    """Settings that differ from the checkpoint's and change what is computed, for people."""
+    now = config.to_dict()
+    return [
+        f"{key}: {progress.config.get(key)} -> {value}"
+        for key, value in now.items()
+        if key not in _INCIDENTAL and progress.config.get(key) != value
+    ]
+
+
+class RunLock:
+    """Keeps two processes out of one output folder; the kernel lets go when a process ends."""
+
+    def __init__(self, output_dir: Path) -> None:
+        self._path = output_dir / ".lock"
+        self._descriptor: int | None = None
+
+    def __enter__(self) -> Self:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(self._descriptor)
+            raise ConfigError(
+                f"another process is training into {self._path.parent}",
+                remedy="wait for it, or choose another output_dir",
+            ) from error
+        except OSError:
+            pass  # a file system without locks; two processes there are the user's care
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)

@@ -1,0 +1,304 @@
+"""``train``: from a configuration to a trained model on the disk.
+
+Owns one session of a run: its files, its display and how it ends. The invariant: however a
+session ends, the last checkpoint is whole, ``run.json`` says what happened, and the message says
+how to go on.
+"""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from transformers.trainer_callback import TrainerState
+
+from headrace.engine import Engine
+from headrace.errors import HeadraceError
+from headrace.store.checkpoint import list_checkpoints, prune_checkpoints, save_checkpoint
+from headrace.trainer.callbacks import Callbacks
+from headrace.trainer.config import TrainConfig, resolve
+from headrace.trainer.display import make_display
+from headrace.trainer.loop import TrainingLoop
+from headrace.trainer.metrics import MetricsLog
+from headrace.trainer.prepare import prepare
+from headrace.trainer.record import RunRecord, hardware, model_hash, peak_rss_bytes, versions
+from headrace.trainer.signals import StopRequest
+from headrace.units import format_bytes, format_count, format_duration
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from transformers import TrainerCallback
+
+    from headrace.trainer.display import Display
+    from headrace.trainer.prepare import Prepared, Say
+    from headrace.trainer.resume import Progress
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """How a run ended.
+
+    Attributes:
+        status: ``finished``, or ``stopped`` by a signal or a callback before the last step.
+        exit_code: 0, or what a signal asks the process to return.
+        output_dir: the run's folder.
+        checkpoint: the last checkpoint; ``from_pretrained`` loads it.
+        step: optimizer steps done over all sessions.
+        num_steps: optimizer steps of the whole run.
+        loss: last logged training loss, nats a token.
+        eval_losses: last evaluation loss of each dataset.
+        num_tokens: trained on over all sessions, padding not counted.
+        num_supervised_tokens: of those, tokens with a target.
+        num_parameters: of the model, a tied head counted once.
+        state_bytes: master weights and moments.
+        seconds: spent in steps over all sessions.
+        peak_rss_bytes: largest resident memory of this process.
+    """
+
+    status: str
+    exit_code: int
+    output_dir: Path
+    checkpoint: Path | None
+    step: int
+    num_steps: int
+    loss: float | None
+    eval_losses: dict[str, float] = field(default_factory=dict)
+    num_tokens: int
+    num_supervised_tokens: int
+    num_parameters: int
+    state_bytes: int
+    seconds: float
+    peak_rss_bytes: int
+
+
+def train(
+    config: str | Path | dict[str, Any] | TrainConfig,
+    overrides: Sequence[str] = (),
+    *,
+    callbacks: Sequence[TrainerCallback] = (),
+    console: Console | None = None,
+) -> TrainResult:
+    """Train a model as a configuration says.
+
+    Args:
+        config: a YAML file, its contents, or a checked configuration.
+        overrides: ``key=value``, as on the command line.
+        callbacks: instances with the signature of transformers' ``TrainerCallback``.
+        console: where progress is shown; standard output by default.
+
+    Raises:
+        HeadraceError: anything of :mod:`headrace.errors`; see the class for what it means.
+    """
+    console = console or Console()
+    resolved, notes = resolve(config, overrides)
+
+    def say(text: str) -> None:
+        if resolved.progress != "none":
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    for note in notes:
+        say(f"config: {note}")
+    with ExitStack() as stack:
+        prepared = prepare(resolved, stack, say)
+        return _Session(prepared, callbacks, stack).run(console, say)
+
+
+class _Session:
+    """One start of a run, from the first step it does to the last."""
+
+    def __init__(
+        self, prepared: Prepared, callbacks: Sequence[TrainerCallback], stack: ExitStack
+    ) -> None:
+        self._prepared = prepared
+        config, loader, settings = prepared.config, prepared.loader, prepared.settings
+        self._out = config.output_dir
+        self._last_saved = prepared.checkpoint
+        trainer_state = TrainerState(
+            max_steps=settings.num_steps,
+            logging_steps=settings.logging_steps,
+            eval_steps=settings.eval_steps,
+            save_steps=settings.save_steps,
+            train_batch_size=config.per_device_train_batch_size,
+            num_train_epochs=-(-settings.num_steps // loader.steps_per_epoch),
+            best_metric=prepared.progress.best_metric,
+        )
+        self._callbacks = Callbacks(
+            callbacks,
+            config=config,
+            state=trainer_state,
+            model=prepared.spec.model,
+            tokenizer=prepared.tokenizer,
+        )
+        self._callbacks.restore(prepared.progress.callbacks)
+        self._engine = stack.enter_context(
+            Engine(
+                prepared.spec,
+                prepared.state,
+                device=prepared.device,
+                config=config.engine,
+                optimizer=config.adamw(),
+            )
+        )
+        # From here on the folder is this run's.
+        if prepared.checkpoint is None and config.overwrite_output_dir:
+            for earlier in list_checkpoints(self._out):
+                shutil.rmtree(earlier)
+        (self._out / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+        first_step = prepared.progress.step
+        self._record = RunRecord(
+            self._out / "run.json",
+            _facts(prepared),
+            first_step=first_step,
+            resumed_from=None if self._last_saved is None else str(self._last_saved),
+        )
+        self._log = MetricsLog(self._out / "metrics.jsonl", last_step=first_step)
+        stack.callback(self._log.close)
+
+    def run(self, console: Console, say: Say) -> TrainResult:
+        """Train, and say how it ended."""
+        prepared = self._prepared
+        _say_plan(prepared, say)
+        display = make_display(
+            prepared.config.progress,
+            console,
+            num_steps=prepared.settings.num_steps,
+            title=str(prepared.config.run_name or self._out.name),
+        )
+        with StopRequest(requeue=prepared.config.requeue) as stop:
+            loop = TrainingLoop(
+                engine=self._engine,
+                loader=prepared.loader,
+                schedule=prepared.schedule,
+                eval_sets=prepared.eval_sets,
+                eval_settings=prepared.eval_settings,
+                settings=prepared.settings,
+                progress=prepared.progress,
+                callbacks=self._callbacks,
+                display=display,
+                log=self._log,
+                save=self._save,
+                stop=stop,
+            )
+            try:
+                loop.run()
+            except BaseException as error:
+                self._failed(error, loop, display)
+                raise
+            finally:
+                display.close()
+        return self._ended(loop, stop, say)
+
+    def _save(self, progress: Progress) -> Path:
+        prepared = self._prepared
+        self._last_saved = save_checkpoint(
+            self._out,
+            prepared.spec,
+            prepared.state,
+            step=progress.step,
+            trainer_state=progress.to_dict(),
+            tokenizer=prepared.tokenizer,
+        )
+        if prepared.config.save_total_limit is not None:
+            prune_checkpoints(self._out, prepared.config.save_total_limit)
+        self._record.update(last_step=progress.step)
+        return self._last_saved
+
+    def _failed(self, error: BaseException, loop: TrainingLoop, display: Display) -> None:
+        outcome = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        if self._last_saved is not None:
+            display.say(
+                f"{outcome} after step {loop.step}; {self._last_saved} is whole, and "
+                "resume_from_checkpoint=auto goes on from it"
+            )
+        reason = error.message if isinstance(error, HeadraceError) else repr(error)
+        try:
+            self._record.end(outcome, last_step=loop.step, error=reason)
+        except OSError:
+            return  # a full disk is often the reason; the first error is the one to show
+
+    def _ended(self, loop: TrainingLoop, stop: StopRequest, say: Say) -> TrainResult:
+        prepared, meter, checkpoint = self._prepared, loop.meter, self._last_saved
+        finished = loop.step >= prepared.settings.num_steps
+        result = TrainResult(
+            status="finished" if finished else "stopped",
+            exit_code=0 if finished else stop.exit_code,
+            output_dir=self._out,
+            checkpoint=checkpoint,
+            step=loop.step,
+            num_steps=prepared.settings.num_steps,
+            loss=loop.last_row.get("loss"),
+            eval_losses=loop.eval_losses,
+            num_tokens=meter.num_tokens,
+            num_supervised_tokens=meter.num_supervised_tokens,
+            num_parameters=prepared.spec.num_parameters,
+            state_bytes=prepared.state.state_bytes,
+            seconds=meter.seconds,
+            peak_rss_bytes=peak_rss_bytes(),
+        )
+        self._record.end(
+            result.status,
+            last_step=loop.step,
+            model_hash=None if checkpoint is None else model_hash(checkpoint),
+            checkpoint=None if checkpoint is None else checkpoint.name,
+            loss=result.loss,
+            eval_losses=result.eval_losses,
+            num_tokens=result.num_tokens,
+            num_supervised_tokens=result.num_supervised_tokens,
+            num_skipped_steps=meter.num_skipped_steps,
+        )
+        say(
+            f"{result.status} at step {result.step}/{result.num_steps}: "
+            f"{format_count(result.num_tokens)} tokens in {format_duration(result.seconds)} of "
+            f"steps, peak memory {format_bytes(result.peak_rss_bytes)} resident"
+        )
+        return result
+
+
+def _say_plan(prepared: Prepared, say: Say) -> None:
+    loader = prepared.loader
+    rows = loader.settings.rows_per_step
+    say(
+        f"plan: {prepared.settings.num_steps:,} steps of {rows} rows (at most "
+        f"{format_count(rows * prepared.config.max_length)} tokens), "
+        f"{loader.steps_per_epoch:,} steps an epoch"
+    )
+    if loader.order.weights is not None:
+        for row_set, count in zip(loader.row_sets, loader.order.rows_per_epoch, strict=True):
+            say(f"mixture: {row_set.label}: {count / row_set.plan.num_rows:.3g} passes an epoch")
+
+
+def _facts(prepared: Prepared) -> dict[str, Any]:
+    """What ``run.json`` says of the run besides its sessions."""
+    config, loader, state = prepared.config, prepared.loader, prepared.state
+    return {
+        "name": config.run_name or config.output_dir.resolve().name,
+        "status": "running",
+        "model": config.model_name_or_path or "from scratch",
+        "architecture": type(prepared.spec.model).__name__,
+        "dtype": config.dtype,
+        "num_parameters": prepared.spec.num_parameters,
+        "state_bytes": state.state_bytes,
+        "allocated_bytes": state.allocated_bytes,
+        "num_steps": prepared.settings.num_steps,
+        "steps_per_epoch": loader.steps_per_epoch,
+        "rows_per_step": loader.settings.rows_per_step,
+        "max_length": config.max_length,
+        "datasets": [
+            {
+                "name": rows.label,
+                "key": rows.store.key,
+                "num_documents": rows.store.num_documents,
+                "num_rows": rows.plan.num_rows,
+                "num_tokens": rows.plan.num_tokens,
+                "rows_per_epoch": count,
+            }
+            for rows, count in zip(loader.row_sets, loader.order.rows_per_epoch, strict=True)
+        ],
+        "versions": versions(),
+        "hardware": hardware(prepared.device),
+    }
