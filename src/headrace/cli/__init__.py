@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 VERBS = {
     "quickstart": "Corpus, training, audit and report on small real data; a CPU is enough.",
+    "plan": "Memory, speed, hours and money of a run before it is paid for.",
     "train": "Train from a YAML file: headrace train CONFIG [key=value ...].",
     "export": "Write a checkpoint as a Hugging Face model folder.",
     "corpus": "Build and inspect point-in-time corpora.",
@@ -21,6 +22,7 @@ VERBS = {
     "audit": "Measure how much of a forecast comes from the future.",
     "report": "One self-contained HTML file from result records.",
     "bench": "Measured figures with the ceilings of the same run.",
+    "doctor": "What works on this machine, what is missing, and how to install it.",
 }
 
 

@@ -1,0 +1,230 @@
+"""``headrace plan``: what a run needs and costs, before it is paid for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headrace.errors import EXIT_WILL_NOT_FIT, ConfigError
+
+if TYPE_CHECKING:
+    from headrace.plan.job import Job
+    from headrace.plan.machine import Machine
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def plan(
+    *,
+    config: Annotated[
+        Path | None,
+        typer.Argument(
+            help="Training YAML to take model and batch from (headrace, axolotl or "
+            "LLaMA-Factory keys).",
+            show_default=False,
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Model folder, its config.json, or the name of a shipped configuration."),
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="Card from the table, such as h200; this machine's by default."),
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="Number of cards; 1, or this machine's.")
+    ] = None,
+    host_memory: Annotated[
+        str | None, typer.Option(help="Memory of the host, such as 128GiB.")
+    ] = None,
+    disk: Annotated[
+        str | None, typer.Option(help="Free disk for checkpoints, such as 2TB.")
+    ] = None,
+    cores: Annotated[int | None, typer.Option(min=1, help="Cores of the host.")] = None,
+    update_rate: Annotated[
+        float | None,
+        typer.Option(help="Host optimizer rate, 10^9 parameters/s, as 'headrace bench' prints."),
+    ] = None,
+    max_length: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a sequence. [4096]")
+    ] = None,
+    micro_batch: Annotated[
+        int | None, typer.Option(min=1, help="Sequences of a micro-batch. [1]")
+    ] = None,
+    tokens_per_step: Annotated[
+        str | None, typer.Option(help="Tokens of the global batch, such as 64k. [32768]")
+    ] = None,
+    accumulation: Annotated[
+        int | None,
+        typer.Option(min=1, help="gradient_accumulation_steps to hold against FSDP. [1]"),
+    ] = None,
+    activations: Annotated[
+        str | None, typer.Option(help="keep or recompute; chosen by default.")
+    ] = None,
+    moments: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or 8bit. [float32]")
+    ] = None,
+    clipping: Annotated[
+        bool | None,
+        typer.Option("--clipping/--no-clipping", help="Clip the global norm. [clipping]"),
+    ] = None,
+    tokens: Annotated[str | None, typer.Option(help="Tokens to train on, such as 1B.")] = None,
+    price: Annotated[float | None, typer.Option(min=0, help="Of one card and hour.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    list_models: Annotated[bool, typer.Option(help="List the shipped configurations.")] = False,
+    list_gpus: Annotated[bool, typer.Option(help="List the cards of the table.")] = False,
+) -> None:
+    """Predict memory, speed, hours and money of a run. Loads no weights, uses no network.
+
+    Says whether it fits, and the smallest change that makes it fit; what FSDP would need on the
+    same cards. Exits with 3 when it will not fit.
+    """
+    from headrace.plan.predict import predict
+    from headrace.plan.render import render
+    from headrace.plan.source import find_model, read_training_yaml
+
+    if list_models or list_gpus:
+        _list(models=list_models, gpus=list_gpus)
+        return
+    settings: dict[str, Any] = {}
+    if config is not None:
+        from headrace.trainer.aliases import translate
+
+        settings, notes = translate(read_training_yaml(config))
+        for note in notes:
+            typer.echo(f"{config}: {note}", err=True)
+    named = model or settings.get("model_name_or_path") or settings.get("model_config")
+    if not isinstance(named, str):
+        raise ConfigError(
+            "no model is named",
+            remedy="give --model NAME_OR_FOLDER, or a YAML with model_name_or_path; "
+            "'headrace plan --list-models' shows what is shipped",
+        )
+    machine = _machine(
+        gpu=gpu,
+        gpus=gpus,
+        host_memory=host_memory,
+        disk=disk,
+        cores=cores,
+        update_rate=update_rate,
+    )
+    job = _job(
+        settings,
+        machine.num_gpus,
+        max_length=max_length,
+        micro_batch=micro_batch,
+        tokens_per_step=tokens_per_step,
+        accumulation=accumulation,
+        activations=activations,
+        moments=moments,
+        clipping=clipping,
+        tokens=tokens,
+        price=price,
+    )
+    result = predict(find_model(named), job, machine)
+    if json:
+        from json import dumps
+
+        typer.echo(dumps(result.to_dict(), indent=2, ensure_ascii=False))
+    else:
+        typer.echo(render(result))
+    if not result.fits:
+        raise typer.Exit(EXIT_WILL_NOT_FIT)
+
+
+def _list(*, models: bool, gpus: bool) -> None:
+    if models:
+        from headrace.plan.records import record_names
+
+        typer.echo("\n".join(record_names()))
+    if gpus:
+        from headrace.plan.machine import card_names, find_card
+
+        for name in card_names():
+            card = find_card(name)[1]
+            memory, origin = card["memory_gib"]
+            typer.echo(f"{name:<12} {card['title']:<28} {memory:g} GiB ({origin})")
+
+
+def _machine(
+    *,
+    gpu: str | None,
+    gpus: int | None,
+    host_memory: str | None,
+    disk: str | None,
+    cores: int | None,
+    update_rate: float | None,
+) -> Machine:
+    from headrace.plan.machine import Rate, describe_machine, detect_machine
+    from headrace.units import parse_bytes
+
+    memory = None if host_memory is None else parse_bytes(host_memory)
+    given_disk = None if disk is None else Rate(value=float(parse_bytes(disk)), origin="given")
+    if gpu is None:
+        found = detect_machine(update_gparams=update_rate, host_bytes=memory)
+        if gpus is not None:
+            if found.is_cpu:
+                raise ConfigError(
+                    f"--gpus {gpus}: this machine has no card that the driver lists",
+                    remedy="name one with --gpu; 'headrace plan --list-gpus' shows the table",
+                )
+            found = replace(found, num_gpus=gpus)
+        return found if given_disk is None else replace(found, disk_bytes=given_disk)
+    return describe_machine(
+        gpu=gpu,
+        num_gpus=gpus or 1,
+        host_bytes=None if memory is None else Rate(value=float(memory), origin="given"),
+        disk_bytes=given_disk,
+        cores=cores,
+        update_gparams=update_rate,
+    )
+
+
+def _job(settings: dict[str, Any], num_gpus: int, **options: Any) -> Job:
+    """The job of a YAML's settings, options of the command line first."""
+    from typing import get_args
+
+    from headrace.plan.job import Activations, Job, Moments
+    from headrace.units import parse_count
+
+    for name, kind in (("activations", Activations), ("moments", Moments)):
+        if options[name] is not None and options[name] not in get_args(kind):
+            raise ConfigError(
+                f"--{name} is {options[name]!r}", remedy=f"one of: {', '.join(get_args(kind))}"
+            )
+    values: dict[str, Any] = {}
+    if settings:
+        # The trainer's own defaults, where the YAML is silent.
+        rows = int(settings.get("per_device_train_batch_size", 8))
+        steps = int(settings.get("gradient_accumulation_steps", 1))
+        length = int(settings.get("max_length", 1024))
+        engine = settings.get("engine") or {}
+        micro_batches = rows * steps * length * num_gpus
+        values = {
+            "max_length": length,
+            "micro_batch": rows,
+            "tokens_per_step": micro_batches,
+            "accumulation": steps,
+            "dtype": settings.get("dtype", "bfloat16"),
+            "clipping": float(settings.get("max_grad_norm", 1.0)) > 0,
+            "num_checkpoints": int(settings.get("save_total_limit") or 1),
+            "activations": engine.get("activations"),
+        }
+        if engine.get("micro_batches_per_wave"):
+            values["waves"] = max(1, -(-steps // int(engine["micro_batches_per_wave"])))
+        for key in ("weight_slots", "gradient_slots", "loss_chunk_tokens"):
+            if key in engine:
+                values[key] = int(engine[key])
+        if int(settings.get("max_steps", -1)) > 0:
+            values["num_tokens"] = int(settings["max_steps"]) * micro_batches
+    renamed = {"tokens": "num_tokens"}
+    for name, value in options.items():
+        if value is not None:
+            counted = parse_count(value) if name in {"tokens", "tokens_per_step"} else value
+            values[renamed.get(name, name)] = counted
+    return Job(**{name: value for name, value in values.items() if value is not None})

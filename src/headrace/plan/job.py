@@ -1,0 +1,95 @@
+"""What is to be run, and what this version of the engine can do."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from headrace.errors import ConfigError
+
+Moments = Literal["float32", "bfloat16", "8bit"]
+Activations = Literal["keep", "recompute"]
+Dtype = Literal["bfloat16", "float32"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Features:
+    """Capabilities a plan may count on; ``THIS_VERSION`` says what is installed.
+
+    Attributes:
+        moments: types that the optimizer state can have.
+        state_on_device: optimizer state may lie in spare device memory.
+        max_gpus: ranks that can train together.
+        selective_keep: a kept layer saves matmul and attention outputs only.
+    """
+
+    moments: tuple[Moments, ...]
+    state_on_device: bool
+    max_gpus: int
+    selective_keep: bool
+
+
+THIS_VERSION = Features(
+    moments=("float32",), state_on_device=False, max_gpus=1, selective_keep=False
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A training job, in tokens and bytes.
+
+    Attributes:
+        max_length: tokens of a sequence.
+        micro_batch: sequences that pass through a layer together.
+        tokens_per_step: of the global batch, all cards together.
+        dtype: of the model.
+        moments: type of the optimizer state.
+        clipping: the global norm is clipped, so updates wait for it.
+        activations: kept or recomputed; None lets the plan choose.
+        waves: passes over the layers a step; None lets the plan choose.
+        accumulation: ``gradient_accumulation_steps`` of an FSDP run of the same batch.
+        num_checkpoints: complete checkpoints kept on disk.
+        num_tokens: to train on, None where only the speed is asked for.
+        price: of one card, an hour, in any currency.
+        weight_slots: layer windows on the device.
+        gradient_slots: gradient buffers of a layer on the device.
+        loss_chunk_tokens: tokens whose logits exist at a time.
+    """
+
+    max_length: int = 4096
+    micro_batch: int = 1
+    tokens_per_step: int = 32768
+    dtype: Dtype = "bfloat16"
+    moments: Moments = "float32"
+    clipping: bool = True
+    activations: Activations | None = None
+    waves: int | None = None
+    accumulation: int = 1
+    num_checkpoints: int = 1
+    num_tokens: int | None = None
+    price: float | None = None
+    weight_slots: int = 3
+    gradient_slots: int = 2
+    loss_chunk_tokens: int = 1024
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that are not positive."""
+        for name in ("max_length", "micro_batch", "tokens_per_step", "accumulation"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.price is not None and self.price < 0:
+            raise ConfigError(f"the price is {self.price}; it must not be negative")
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Tokens of one micro-batch."""
+        return self.max_length * self.micro_batch
+
+    def num_micro_batches(self, num_gpus: int) -> int:
+        """Micro-batches of a step on each card."""
+        return max(1, math.ceil(self.tokens_per_step / (self.micro_batch_tokens * num_gpus)))
+
+    def card_tokens(self, num_gpus: int) -> int:
+        """Tokens of a step that one card computes."""
+        return self.num_micro_batches(num_gpus) * self.micro_batch_tokens

@@ -1,0 +1,268 @@
+"""What a run has to live on: cards, host memory, links, rates, each marked with its origin.
+
+A rate is *measured*, from a *data sheet*, *derived* from one by the share of it that a measured
+card reached, *given* by the user, *detected* on this machine, or *assumed*. The table of cards is
+``cards.json``. Nothing here measures: ``headrace bench`` does.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import ConfigError
+from headrace.units import GIB
+
+# What the measured H200 reached of its data sheet (cards.json, "measured"): 783 of 989 TFLOP/s,
+# 49.3 in and 55.2 out of 63 GB/s, 40 each way when both directions run.
+MATMUL_SHARE, H2D_SHARE, D2H_SHARE, DUPLEX_SHARE = 0.79, 0.78, 0.88, 0.63
+
+# Host AdamW on the split master while transfers run, 13 threads of a 16-core Xeon with AVX-512:
+# 4.9 Gparam/s. The update is bound by memory bandwidth, so more cores are not credited.
+UPDATE_GPARAMS_16_CORES = 4.9
+
+# fp32 matmul a core, for planning on a machine without a GPU: order of magnitude only.
+CPU_TFLOPS_PER_CORE = 0.03
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rate:
+    """A figure and where it comes from."""
+
+    value: float
+    origin: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Cards and host of one node.
+
+    Attributes:
+        gpu: short name of the card, ``"cpu"`` without one.
+        title: its full name.
+        num_gpus: cards used; 1 on a machine without a GPU.
+        memory_bytes: of one card.
+        peak_tflops: dense bf16, None where no data sheet says.
+        matmul_tflops: bf16 matmul that a card reaches (fp32 on a CPU).
+        h2d, d2h: host to device and back alone, GB/s.
+        duplex: each way while both run, GB/s.
+        nvlink: between cards, one way, GB/s; the PCIe rate where there is no such link.
+        host_bytes: memory of the host, None where it is not known.
+        disk_bytes: free disk, None where it is not known.
+        update: host optimizer, 10^9 parameters a second.
+        cores: host cores, None where they are not known.
+    """
+
+    gpu: str
+    title: str
+    num_gpus: int
+    memory_bytes: Rate
+    peak_tflops: Rate | None
+    matmul_tflops: Rate
+    h2d: Rate
+    d2h: Rate
+    duplex: Rate
+    nvlink: Rate
+    host_bytes: Rate | None
+    disk_bytes: Rate | None
+    update: Rate
+    cores: int | None
+
+    @property
+    def is_cpu(self) -> bool:
+        """No GPU: the device is the host itself."""
+        return self.gpu == "cpu"
+
+
+def _table() -> dict[str, Any]:
+    text = resources.files("headrace.plan").joinpath("cards.json").read_text(encoding="utf-8")
+    table: dict[str, Any] = json.loads(text)
+    return table
+
+
+def card_names() -> list[str]:
+    """Names that ``--gpu`` takes."""
+    return list(_table()["cards"])
+
+
+def find_card(name: str) -> tuple[str, dict[str, Any]]:
+    """A card of the table by its name or alias.
+
+    Raises:
+        ConfigError: no such card; names the nearest.
+    """
+    cards = _table()["cards"]
+    wanted = name.strip().lower()
+    for key, card in cards.items():
+        if wanted == key or wanted in card["aliases"]:
+            return key, card
+    names = {alias: key for key, card in cards.items() for alias in (key, *card["aliases"])}
+    near = difflib.get_close_matches(wanted, names, n=1)
+    hint = f" (nearest: {names[near[0]]})" if near else ""
+    raise ConfigError(
+        f"no card {name!r} in the table{hint}", remedy=f"known cards: {', '.join(cards)}"
+    )
+
+
+def _rate(card: dict[str, Any], key: str) -> Rate | None:
+    pair = card.get(key)
+    return None if pair is None else Rate(value=float(pair[0]), origin=str(pair[1]))
+
+
+def _update_rate(cores: int | None, given: float | None) -> Rate:
+    if given is not None:
+        return Rate(value=given, origin="given")
+    if cores is None:
+        return Rate(value=UPDATE_GPARAMS_16_CORES, origin="assumed")
+    share = min(cores, 16) / 16
+    return Rate(value=UPDATE_GPARAMS_16_CORES * share, origin="assumed")
+
+
+def describe_machine(
+    *,
+    gpu: str,
+    num_gpus: int,
+    host_bytes: Rate | None,
+    disk_bytes: Rate | None = None,
+    cores: int | None = None,
+    update_gparams: float | None = None,
+    card_memory: Rate | None = None,
+) -> Machine:
+    """A machine with cards of the table.
+
+    Args:
+        gpu: name of a card.
+        num_gpus: how many.
+        host_bytes: host memory; None leaves it open.
+        disk_bytes: free disk; None leaves it open.
+        cores: host cores; None leaves them open.
+        update_gparams: host update rate, 10^9 parameters a second, if it was measured.
+        card_memory: bytes of a card in place of the table's.
+
+    Raises:
+        ConfigError: the card is not in the table, or the number of cards is not positive.
+    """
+    if num_gpus < 1:
+        raise ConfigError(f"--gpus is {num_gpus}; at least one card is needed")
+    key, card = find_card(gpu)
+    peak, pcie, memory = (_rate(card, k) for k in ("peak_tflops", "pcie_gb_per_s", "memory_gib"))
+    assert peak is not None
+    assert pcie is not None
+    assert memory is not None
+
+    def reached(name: str, base: Rate, share: float) -> Rate:
+        return _rate(card, name) or Rate(value=base.value * share, origin="derived")
+
+    return Machine(
+        gpu=key,
+        title=card["title"],
+        num_gpus=num_gpus,
+        memory_bytes=card_memory or Rate(value=memory.value * GIB, origin=memory.origin),
+        peak_tflops=peak,
+        matmul_tflops=reached("matmul_tflops", peak, MATMUL_SHARE),
+        h2d=reached("h2d_gb_per_s", pcie, H2D_SHARE),
+        d2h=reached("d2h_gb_per_s", pcie, D2H_SHARE),
+        duplex=reached("duplex_gb_per_s", pcie, DUPLEX_SHARE),
+        nvlink=_rate(card, "nvlink_gb_per_s") or pcie,
+        host_bytes=host_bytes,
+        disk_bytes=disk_bytes,
+        update=_update_rate(cores, update_gparams),
+        cores=cores,
+    )
+
+
+def describe_cpu(
+    *, host_bytes: Rate | None, disk_bytes: Rate | None, cores: int, update_gparams: float | None
+) -> Machine:
+    """A machine without a GPU: slots and activations live in host memory too."""
+    memory = host_bytes or Rate(value=float("inf"), origin="assumed")
+    copy = Rate(value=10.0, origin="assumed")
+    return Machine(
+        gpu="cpu",
+        title=f"CPU, {cores} cores",
+        num_gpus=1,
+        memory_bytes=memory,
+        peak_tflops=None,
+        matmul_tflops=Rate(value=CPU_TFLOPS_PER_CORE * cores, origin="assumed"),
+        h2d=copy,
+        d2h=copy,
+        duplex=copy,
+        nvlink=copy,
+        host_bytes=host_bytes,
+        disk_bytes=disk_bytes,
+        update=_update_rate(cores, update_gparams),
+        cores=cores,
+    )
+
+
+def host_memory_limit(root: Path = Path("/")) -> int:
+    """Bytes this process may use: physical memory, or the cgroup's limit where it is lower."""
+    page, pages = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")
+    limits = [page * pages]
+    for name in ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = (root / name).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            limits.append(int(text))
+    return min(limits)
+
+
+def _nvidia_cards() -> list[tuple[str, int]]:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    query = [tool, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        # A fixed command line of the driver's own tool.
+        done = subprocess.run(  # noqa: S603
+            query, capture_output=True, text=True, timeout=10, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    cards = []
+    for line in done.stdout.splitlines():
+        name, _, mebibytes = line.rpartition(",")
+        if name and mebibytes.strip().isdigit():
+            cards.append((name.strip(), int(mebibytes) << 20))
+    return cards
+
+
+def detect_machine(
+    *, update_gparams: float | None = None, host_bytes: int | None = None
+) -> Machine:
+    """This machine: its NVIDIA cards if the driver lists any, memory, disk and cores.
+
+    Raises:
+        ConfigError: there is a card, but not in the table of rates.
+    """
+    cores = len(os.sched_getaffinity(0))
+    memory = (
+        Rate(value=float(host_memory_limit()), origin="detected")
+        if host_bytes is None
+        else Rate(value=float(host_bytes), origin="given")
+    )
+    disk = Rate(value=float(shutil.disk_usage(Path.cwd()).free), origin="detected")
+    cards = _nvidia_cards()
+    if not cards:
+        return describe_cpu(
+            host_bytes=memory, disk_bytes=disk, cores=cores, update_gparams=update_gparams
+        )
+    name, card_bytes = cards[0]
+    return describe_machine(
+        gpu=name,
+        num_gpus=len(cards),
+        host_bytes=memory,
+        disk_bytes=disk,
+        cores=cores,
+        update_gparams=update_gparams,
+        card_memory=Rate(value=float(card_bytes), origin="detected"),
+    )

@@ -1,0 +1,101 @@
+"""Where a model's configuration comes from: a folder, a shipped record, or a training YAML.
+
+Never the network: a name that is not shipped and not on disk is an error that says where to put
+its ``config.json``.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from headrace.errors import ConfigError
+from headrace.plan.records import find_record, nearest_names
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """A configuration and what is known beside it.
+
+    Attributes:
+        name: as the user wrote it.
+        origin: path of the file, or which shipped record.
+        config: a Hugging Face configuration.
+        sources: of each shipped fact.
+        runs: published runs of this model.
+    """
+
+    name: str
+    origin: str
+    config: dict[str, Any]
+    sources: dict[str, str]
+    runs: tuple[dict[str, Any], ...]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} holds a {type(value).__name__}, not a configuration object")
+    return value
+
+
+def find_model(name: str) -> ModelSource:
+    """The configuration of a folder, a ``config.json`` or a shipped model.
+
+    Raises:
+        ConfigError: there is no such folder, file or record.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        path /= "config.json"
+        if not path.is_file():
+            raise ConfigError(
+                f"the folder {name} has no config.json",
+                remedy="name a Hugging Face model folder",
+            )
+    if path.is_file():
+        return ModelSource(
+            name=name, origin=str(path), config=_read_json(path), sources={}, runs=()
+        )
+    record = find_record(name)
+    if record is None:
+        near = nearest_names(name)
+        hint = f" (nearest shipped: {', '.join(near)})" if near else ""
+        raise ConfigError(
+            f"{name!r} is neither a model folder nor a shipped configuration{hint}",
+            remedy="save the model's config.json in a folder and name the folder; "
+            "'headrace plan --list-models' shows what is shipped",
+        )
+    return ModelSource(
+        name=name,
+        origin=f"shipped record of {record.name}",
+        config=record.config,
+        sources=record.sources,
+        runs=record.runs,
+    )
+
+
+def read_training_yaml(path: Path) -> dict[str, Any]:
+    """A training YAML as a mapping; only the keys that decide sizes are looked at later.
+
+    Raises:
+        ConfigError: the file is missing, not YAML, or not a mapping.
+    """
+    try:
+        value = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} holds no mapping of settings")
+    return value

@@ -1,0 +1,116 @@
+"""How long a streamed step takes: the demand of every lane, and which one binds.
+
+A step is a forward and a backward phase. In each, lanes run side by side, so a phase lasts as long
+as its longest lane; what the first unit must wait for is added once. With clipping an update waits
+for the norm of all gradients and runs under the next forward; without, under backward. FLOPs are
+model FLOPs; a recompute costs time and is not counted as work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from headrace.plan.architecture import Architecture
+    from headrace.plan.job import Activations, Job
+    from headrace.plan.machine import Machine
+
+# Share of a card's matmul rate that whole compiled layers reached, forward and backward, on the
+# H200 (783 TFLOP/s): dense 621, mixture of experts 435; attention alone with cuDNN 549.
+DENSE_SHARE, SPARSE_SHARE, ATTENTION_SHARE = 0.79, 0.556, 0.70
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """A predicted step.
+
+    Attributes:
+        step_seconds: of one optimizer step.
+        tokens_per_second: all cards together.
+        tflops: model TFLOP/s a card.
+        mfu: of the data sheet's peak, None where there is none.
+        mfu_matmul: of the matmul rate that the card reaches.
+        binding: the lane that the step waits for longest.
+        forward: seconds of each lane in the forward phase.
+        backward: seconds of each lane in the backward phase.
+        ramp_seconds: before the first layer can start and after the last gradient.
+        origin: the weakest origin among the rates that were used.
+    """
+
+    step_seconds: float
+    tokens_per_second: float
+    tflops: float
+    mfu: float | None
+    mfu_matmul: float
+    binding: str
+    forward: dict[str, float]
+    backward: dict[str, float]
+    ramp_seconds: float
+    origin: str
+
+
+def compute_seconds(model: Architecture, length: int, tokens: float, tflops: float) -> float:
+    """Forward and backward of ``tokens`` on one card that reaches ``tflops`` in matmuls."""
+    share = SPARSE_SHARE if model.sparse else DENSE_SHARE
+    matmul = model.matmul_flops() / (share * tflops * 1e12)
+    attention = model.attention_flops(length) / (min(share, ATTENTION_SHARE) * tflops * 1e12)
+    return tokens * (matmul + attention)
+
+
+def predict_speed(
+    model: Architecture, job: Job, machine: Machine, *, activations: Activations, waves: int
+) -> Speed:
+    """Time of one streamed step with everything but windows on the host."""
+    cards = machine.num_gpus
+    tokens = job.card_tokens(cards)
+    width = 4 if machine.is_cpu or job.dtype == "float32" else 2
+    layers = sum(x.num_parameters for x in model.layers)
+    ends = model.num_embedding + model.num_head
+    giga = 1e9
+    whole = compute_seconds(model, job.max_length, tokens, machine.matmul_tflops.value)
+    # Each card fetches and returns its share; the rest comes over the link between cards.
+    shared = (cards - 1) / cards
+    down = width * (layers + ends) * waves
+    up_again = width * layers * waves
+    back = width * (layers + ends)
+    forward = {
+        "compute": whole / 3,
+        "h2d": down / cards / (machine.h2d.value * giga),
+    }
+    backward = {
+        "compute": whole * (2 / 3 if activations == "keep" else 1),
+        "h2d": up_again / cards / (machine.duplex.value * giga),
+        "d2h": back / cards / (machine.duplex.value * giga),
+    }
+    if cards > 1:
+        link = machine.nvlink.value * giga
+        forward["nvlink"] = down * shared / link
+        backward["nvlink"] = (up_again + back) * shared / link
+    update = model.num_parameters / (machine.update.value * giga)
+    (forward if job.clipping else backward)["update"] = update
+    first = model.num_embedding + model.largest_layer
+    ramp = width * first / cards / (machine.h2d.value * giga)
+    ramp += width * model.num_embedding / cards / (machine.d2h.value * giga)
+    ramp += first / (machine.update.value * giga)
+    phases = [max(forward.values()), max(backward.values())]
+    step = sum(phases) + ramp
+    longest: dict[str, float] = {}
+    for phase, seconds in zip((forward, backward), phases, strict=True):
+        name = max(phase, key=phase.__getitem__)
+        longest[name] = longest.get(name, 0.0) + seconds
+    rate = tokens * model.flops_per_token(job.max_length) / step / 1e12
+    used = (machine.matmul_tflops, machine.h2d, machine.duplex, machine.update)
+    order = ("measured", "detected", "given", "data sheet", "derived", "assumed")
+    return Speed(
+        step_seconds=step,
+        tokens_per_second=tokens * cards / step,
+        tflops=rate,
+        mfu=None if machine.peak_tflops is None else rate / machine.peak_tflops.value,
+        mfu_matmul=rate / machine.matmul_tflops.value,
+        binding=max(longest, key=longest.__getitem__),
+        forward=forward,
+        backward=backward,
+        ramp_seconds=ramp,
+        origin=max((r.origin for r in used), key=order.index),
+    )
