@@ -15,7 +15,7 @@ Shape legend: n rows, N entities, T sessions, P features, K = 1 + P, M columns (
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -87,6 +87,11 @@ class View:
     weight: Array
     targets: ShiftedTargets
 
+    def unshifted(self) -> View:
+        """The same rows with the observed target alone."""
+        targets = replace(self.targets, offsets=self.targets.offsets[:1])
+        return replace(self, targets=targets)
+
     @property
     def target(self) -> Array:
         """``(n,)``."""
@@ -110,9 +115,9 @@ def _date_means(panel: Panel, values: Array) -> Array:
     """``(T, ...)`` mean over all rows of each session; every session has at least one row."""
     counts = np.bincount(panel.session, minlength=panel.num_sessions)
     flat = values.reshape(len(values), -1)
-    sums = np.stack(
-        [np.bincount(panel.session, column, panel.num_sessions) for column in flat.T], axis=1
-    )
+    sums = np.empty((panel.num_sessions, flat.shape[1]))
+    for k, column in enumerate(flat.T):
+        sums[:, k] = np.bincount(panel.session, column, panel.num_sessions)
     return (sums / counts[:, None]).reshape(panel.num_sessions, *values.shape[1:])
 
 

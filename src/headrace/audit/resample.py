@@ -34,7 +34,7 @@ class Estimate:
     """A mean over dates with the error of date blocks.
 
     Attributes:
-        value, se: estimate and standard error.
+        value, se: estimate and standard error; ``se`` is NaN with fewer than 10 blocks.
         df: degrees of freedom of its t.
         num_blocks: blocks behind the error.
         n: observations behind the value.
@@ -46,15 +46,17 @@ class Estimate:
     num_blocks: int
     n: int
 
-    def interval(self, level: float = 0.95) -> tuple[float, float]:
-        """Two-sided t interval."""
+    def interval(self, level: float = 0.95) -> tuple[float, float] | tuple[None, None]:
+        """Two-sided t interval; none where the blocks are too few."""
+        if np.isnan(self.se):
+            return None, None
         half = float(stats.t.ppf(0.5 + level / 2, self.df)) * self.se
         return self.value - half, self.value + half
 
     def p_above(self, null: float = 0.0) -> float:
         """One-sided p-value against values at or below ``null``."""
-        if self.se == 0.0:
-            # Nothing was predicted on either side: no evidence, not infinite evidence.
+        if self.se == 0.0 or np.isnan(self.se):
+            # Nothing was predicted, or nothing can be said: no evidence, not infinite evidence.
             return 1.0
         return float(stats.t.sf((self.value - null) / self.se, self.df))
 
@@ -64,42 +66,45 @@ def block_length(label_length: int, *, at_least: int = 5) -> int:
     return at_least if label_length <= 1 else max(at_least, 5 * label_length)
 
 
-def date_block_mean(
-    values: Array, session: NDArray[np.integer], *, length: int, weight: Array | None = None
+def date_block_ratio(
+    numerator: Array, denominator: Array, session: NDArray[np.integer], *, length: int
 ) -> Estimate:
-    """Mean of ``values`` with the error of blocks of ``length`` consecutive sessions.
+    """``sum(numerator) / sum(denominator)``, linearised, with the error of date blocks.
 
     Args:
-        values: ``(n,)`` one contribution a row.
+        numerator: ``(n,)`` one contribution a row.
+        denominator: ``(n,)`` likewise.
         session: ``(n,)`` its date.
         length: sessions a block; the last block takes the remainder.
-        weight: ``(n,)`` weights; equal by default.
 
     Raises:
-        DataError: fewer than 10 blocks.
+        DataError: no rows.
     """
-    if len(values) == 0:
+    if len(numerator) == 0:
         raise DataError("no rows to average")
-    mass = np.ones(len(values)) if weight is None else weight
     first = int(session.min())
     num_blocks = max(1, (int(session.max()) - first + 1) // length)
     block = np.minimum((session - first) // length, num_blocks - 1)
-    totals = np.bincount(block, values * mass, num_blocks)
-    masses = np.bincount(block, mass, num_blocks)
-    filled = masses > 0
-    totals, masses = totals[filled], masses[filled]
-    count = len(totals)
-    if count < MIN_BLOCKS:
-        raise DataError(
-            f"{count} blocks of {length} sessions: at least {MIN_BLOCKS} are needed for an interval"
-        )
-    mean = totals.sum() / masses.sum()
-    residual = totals - mean * masses
-    se = float(np.sqrt(count / (count - 1) * (residual**2).sum()) / masses.sum())
+    filled = np.bincount(block, minlength=num_blocks) > 0
+    above = np.bincount(block, numerator, num_blocks)[filled]
+    below = np.bincount(block, denominator, num_blocks)[filled]
+    count = len(above)
+    ratio = above.sum() / below.sum()
+    residual = above - ratio * below
+    se = np.nan
+    if count >= MIN_BLOCKS:
+        se = float(np.sqrt(count / (count - 1) * (residual**2).sum()) / below.sum())
     # Rounding of a sum that is exactly zero must not look like a tiny, certain effect.
-    if se <= 1e-12 * float(np.abs(values).max(initial=0.0)):
+    if se <= 1e-12 * float(np.abs(numerator).max()):
         se = 0.0
-    return Estimate(value=float(mean), se=se, df=float(count - 1), num_blocks=count, n=len(values))
+    return Estimate(
+        value=float(ratio), se=se, df=float(count - 1), num_blocks=count, n=len(numerator)
+    )
+
+
+def date_block_mean(values: Array, session: NDArray[np.integer], *, length: int) -> Estimate:
+    """Mean of ``values`` with the error of blocks of ``length`` consecutive sessions."""
+    return date_block_ratio(values, np.ones(len(values)), session, length=length)
 
 
 def difference(first: Estimate, second: Estimate) -> Estimate:

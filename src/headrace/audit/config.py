@@ -1,0 +1,99 @@
+"""Every choice that shapes an audit, with the reason for its default.
+
+Owns the settings; they are written into the result. It reads no files.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from headrace.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditConfig:
+    """Settings of :func:`headrace.audit.run_audit`.
+
+    Attributes:
+        split_date: last training date of ``chronological`` (ISO); by default the date that
+            leaves 70% of the sessions for training.
+        num_shifts: shifted-date draws; all admissible ones where there are fewer.
+        num_blocks: folds of ``purged_kfold``.
+        entity_folds: folds of ``group_kfold``.
+        embargo_sessions: embargo of ``purged_kfold`` and ``walk_forward``.
+        gap_sessions: left out on each side of a cutoff, because a stated cutoff is a month.
+        walk_forward_splits: test windows of the walk-forward table.
+        embargoes: rows of the embargo table, in sessions.
+        min_sessions_a_side: on each side of a cutoff (30 after it: 23% false claims).
+        min_dates_common, min_dates_entity: for a channel to be tested.
+        min_twins: twins below which their mean is no reference.
+        twin_max_dimension: wider twins are projected to this many dimensions by a fixed random
+            matrix: a random network followed by a random matrix is a random network.
+        level: of tests; intervals have level 0.95.
+        tables: walk-forward, embargo and evaluation-leakage figures, which carry no verdict.
+        seed: of offsets and projections.
+        allow_mixed_stacks: compare embeddings of different stacks; the result is marked.
+    """
+
+    split_date: str | None = None
+    num_shifts: int = 199
+    num_blocks: int = 10
+    entity_folds: int = 5
+    embargo_sessions: int = 5
+    gap_sessions: int = 10
+    walk_forward_splits: int = 5
+    embargoes: tuple[int, ...] = (0, 5, 20)
+    min_sessions_a_side: int = 120
+    min_dates_common: int = 250
+    min_dates_entity: int = 60
+    min_twins: int = 4
+    twin_max_dimension: int = 512
+    level: float = 0.05
+    tables: bool = True
+    seed: int = 0
+    allow_mixed_stacks: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work.
+
+        Raises:
+            ConfigError: a count below its least, a level outside (0, 1), a split date that is none.
+        """
+        least = {
+            "num_shifts": 19, "num_blocks": 4, "entity_folds": 2, "embargo_sessions": 0,
+            "gap_sessions": 0, "walk_forward_splits": 1, "min_twins": 1, "twin_max_dimension": 1,
+            "min_sessions_a_side": 1, "min_dates_common": 1, "min_dates_entity": 1,
+        }  # fmt: skip
+        for name, lowest in least.items():
+            if getattr(self, name) < lowest:
+                raise ConfigError(f"{name} is {getattr(self, name)}; the least is {lowest}")
+        if not 0 < self.level < 1:
+            raise ConfigError(f"level is {self.level}; it lies between 0 and 1")
+        if any(embargo < 0 for embargo in self.embargoes):
+            raise ConfigError(f"embargoes are {self.embargoes}; none may be negative")
+        if self.split_date is not None:
+            parse_date(self.split_date, "split_date")
+
+
+def parse_date(text: str, what: str) -> np.datetime64:
+    """ISO text as datetime64[us]; a plain date means the end of that day.
+
+    Raises:
+        ConfigError: text that is no date.
+    """
+    try:
+        moment = np.datetime64(text.strip())
+    except ValueError as error:
+        raise ConfigError(
+            f"{what} is {text!r}, which is no date", remedy="write it as 2020-12-31"
+        ) from error
+    unit = np.datetime_data(moment.dtype)[0]
+    if np.isnat(moment) or unit not in {"Y", "M", "D", "h", "m", "s", "ms", "us"}:
+        raise ConfigError(f"{what} is {text!r}, which is no date", remedy="write it as 2020-12-31")
+    exact: np.datetime64 = moment.astype("datetime64[us]")
+    if unit in {"Y", "M", "D"}:
+        # "2020", "2020-12" and "2020-12-31" all mean everything up to the end of it.
+        exact = (moment + 1).astype("datetime64[us]") - np.timedelta64(1, "us")
+    return exact

@@ -1,0 +1,145 @@
+"""Embeddings as the audit takes them: arrays, files and loaders, matched to panel rows.
+
+Owns the meeting of vectors and rows. The invariant: what :func:`load` returns has exactly one
+finite row for every embedded panel row, in their order. It makes no embeddings
+(:mod:`headrace.audit.embed` does).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.audit.panel import iso, name_rows
+from headrace.audit.records import EmbeddingRecord
+from headrace.errors import DataError
+
+if TYPE_CHECKING:
+    from headrace.audit.panel import Panel
+
+Loader = Callable[[NDArray[np.intp]], NDArray[np.floating]]
+UNKNOWN_STACK = {"stack": "not stated"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingSource:
+    """Where a model's vectors come from.
+
+    Attributes:
+        values: an array with a row for each embedded panel row (or for every panel row), the
+            path of such an ``.npy`` file, or a callable that is given embedded rows' positions
+            and returns their vectors. Files and callables are read when their turn comes and
+            dropped after it, so many twins need the memory of one.
+        stack: what produced them: library versions, attention backend, device, dtype. Results
+            of different stacks are not compared unless that is asked for.
+        source: words for the report.
+        weights, template, pooling, layer: as far as they are known.
+    """
+
+    values: NDArray[np.floating] | Path | Loader
+    stack: dict[str, str] = field(default_factory=lambda: dict(UNKNOWN_STACK))
+    source: str = "array"
+    weights: str | None = None
+    template: str | None = None
+    pooling: str | None = None
+    layer: int | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """Twelve hex digits of the stack's parts."""
+        text = "\n".join(f"{key}={self.stack[key]}" for key in sorted(self.stack))
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def as_source(values: EmbeddingSource | NDArray[np.floating] | Path | Loader) -> EmbeddingSource:
+    """Wrap a bare array, path or callable."""
+    if isinstance(values, EmbeddingSource):
+        return values
+    if isinstance(values, Path):
+        return EmbeddingSource(values=values, source=values.name)
+    return EmbeddingSource(values=values)
+
+
+def load(
+    name: str, source: EmbeddingSource, panel: Panel
+) -> tuple[NDArray[np.floating], EmbeddingRecord]:
+    """Vectors of the embedded rows, checked, and their record.
+
+    Raises:
+        DataError: naming rows, for a wrong number of rows, values that are missing or infinite,
+            vectors that are all the same, and files that are no such array.
+    """
+    values = source.values
+    rows = panel.embedded_rows
+    if isinstance(values, Path):
+        values = _read(name, values)
+    elif not isinstance(values, np.ndarray):
+        values = values(rows)
+    if values.ndim != 2 or not np.issubdtype(values.dtype, np.floating):
+        raise DataError(
+            f"embedding {name!r} has shape {values.shape} and type {values.dtype}; a float array "
+            "(rows, dimensions) is needed"
+        )
+    if len(values) == panel.num_rows != len(rows):
+        values = values[rows]
+    if len(values) != len(rows):
+        raise DataError(_row_count(name, len(values), panel))
+    finite = np.isfinite(values).all(axis=1)
+    if not finite.all():
+        bad = np.zeros(panel.num_rows, dtype=bool)
+        bad[rows[~finite]] = True
+        raise DataError(
+            f"embedding {name!r} is missing or infinite in panel {name_rows(bad)}",
+            remedy="embed these rows again, or drop them from the panel",
+        )
+    if (np.ptp(values, axis=0) == 0).all():
+        raise DataError(f"embedding {name!r} is the same vector in all {len(rows)} rows")
+    record = EmbeddingRecord(
+        dimension=int(values.shape[1]),
+        num_rows=len(values),
+        source=source.source,
+        sha256=hashlib.sha256(np.ascontiguousarray(values).tobytes()).hexdigest(),
+        weights=source.weights,
+        template=source.template,
+        pooling=source.pooling,
+        layer=source.layer,
+    )
+    return values, record
+
+
+def _row_count(name: str, count: int, panel: Panel) -> str:
+    rows = panel.embedded_rows
+    wanted = f"{len(rows)} embedded rows" + (
+        f" of {panel.num_rows}" if len(rows) < panel.num_rows else ""
+    )
+    text = f"embedding {name!r} has {count} rows, the panel {wanted}"
+    if count < len(rows):
+        row = rows[count]
+        text += (
+            f"; panel rows {row} ({panel.entities[panel.entity[row]]}, "
+            f"{iso(panel.sessions[panel.session[row]])}) to {rows[-1]} have no vector"
+        )
+    else:
+        text += f"; vectors {len(rows)} to {count - 1} have no panel row"
+    return text
+
+
+def _read(name: str, path: Path) -> NDArray[np.floating]:
+    if not path.is_file():
+        raise DataError(f"embedding {name!r}: no file at {path}")
+    try:
+        values = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, OSError) as error:
+        raise DataError(
+            f"embedding {name!r}: {path} is not an .npy array ({error})",
+            remedy="write it with numpy.save, without objects",
+        ) from error
+    if not isinstance(values, np.ndarray):
+        raise DataError(f"embedding {name!r}: {path} holds several arrays; an .npy file holds one")
+    return values

@@ -1,0 +1,221 @@
+"""From figures to one of five words, and the sentences that go with it.
+
+Owns the rule. The invariant: ``knows_the_future`` is only ever said because of the contrast
+around a model's own cutoff or the recall probe; premiums, R2 and skill never lead to it. Pure
+functions of numbers; nothing is estimated here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from headrace.audit.records import Channel, Verdict
+
+CHANNEL_WORDS: dict[str, str] = {
+    "common": "what all entities do together on a date",
+    "entity": "how entities differ on a date",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """All that a verdict looks at, for one model.
+
+    Attributes:
+        cutoff: ISO date, or ``None`` where none was stated.
+        hopeless: reasons why the whole panel is too small.
+        untested: channels left out, with the reason.
+        sessions_before, sessions_after: the cutoff, with embedded rows; 0 without a cutoff.
+        min_sessions_a_side: least number of either.
+        level: of the tests.
+        skill_p: adjusted p-value by tested channel.
+        skill_test: ``"shifted dates"`` or ``"walk-forward"``.
+        too_few_shifts: reason why shifted dates cannot reach ``level``, or "".
+        skill_share: share of var(y) a channel's skill explains; ``skill_detectable``: the
+            least that would have been seen with 80% probability.
+        contrast_p: Holm-adjusted p-value by channel; empty where there was no contrast.
+        contrast_share, contrast_detectable: share of var(y).
+        contrast_failed: why a channel has no contrast.
+        recall: (significant before, significant after); ``None`` without a probe on either side.
+        r2_negative: both arms below zero.
+    """
+
+    cutoff: str | None
+    level: float
+    min_sessions_a_side: int
+    sessions_before: int = 0
+    sessions_after: int = 0
+    hopeless: tuple[str, ...] = ()
+    untested: dict[Channel, str] = field(default_factory=dict)
+    skill_p: dict[Channel, float] = field(default_factory=dict)
+    skill_test: str = "shifted dates"
+    too_few_shifts: str = ""
+    skill_share: dict[Channel, float] = field(default_factory=dict)
+    skill_detectable: dict[Channel, float] = field(default_factory=dict)
+    contrast_p: dict[Channel, float] = field(default_factory=dict)
+    contrast_share: dict[Channel, float] = field(default_factory=dict)
+    contrast_detectable: dict[Channel, float] = field(default_factory=dict)
+    contrast_failed: dict[Channel, str] = field(default_factory=dict)
+    recall: tuple[bool, bool] | None = None
+    r2_negative: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """The verdict with its reasons, as page one prints them."""
+
+    verdict: Verdict
+    summary: tuple[str, ...]
+    channels: tuple[Channel, ...] = ()
+    share_of_r2: float | None = None
+    cautions: tuple[str, ...] = ()
+
+
+def judge(evidence: Evidence) -> Judgement:
+    """Apply the rule of docs/audit.md."""
+    cautions = list(_cautions(evidence))
+    if evidence.hopeless:
+        return Judgement(
+            verdict="too_little_data", summary=evidence.hopeless, cautions=tuple(cautions)
+        )
+    if evidence.recall == (True, False):
+        return Judgement(
+            verdict="knows_the_future",
+            summary=(
+                "The model states what markets did on dates before its cutoff, and not on dates "
+                "after it.",
+            ),
+            cautions=tuple(cautions),
+        )
+    reason = _unidentified(evidence)
+    if reason:
+        return Judgement(verdict="not_identified", summary=(reason,), cautions=tuple(cautions))
+    short = _short_side(evidence)
+    if short:
+        return Judgement(verdict="too_little_data", summary=(short,), cautions=tuple(cautions))
+    guilty: tuple[Channel, ...] = tuple(
+        channel for channel, p in evidence.contrast_p.items() if p <= evidence.level
+    )
+    if guilty:
+        return _knows(evidence, guilty, cautions)
+    skilled: tuple[Channel, ...] = tuple(
+        channel for channel, p in evidence.skill_p.items() if p <= evidence.level
+    )
+    if skilled:
+        return _skill(evidence, skilled, cautions)
+    if evidence.too_few_shifts:
+        return Judgement(
+            verdict="too_little_data",
+            summary=(evidence.too_few_shifts,),
+            cautions=tuple(cautions),
+        )
+    if not evidence.skill_p:
+        reasons = tuple(f"{channel} channel: {why}" for channel, why in evidence.untested.items())
+        return Judgement(verdict="too_little_data", summary=reasons, cautions=tuple(cautions))
+    seen = ", ".join(
+        f"{share:.3f} in the {channel} channel"
+        for channel, share in evidence.skill_detectable.items()
+    )
+    return Judgement(
+        verdict="no_detectable_skill",
+        summary=(
+            "The embedding predicts nothing that could be told from chance "
+            f"({evidence.skill_test}).",
+            f"A skill worth this share of the target's variance would have been seen: {seen}.",
+        ),
+        cautions=tuple(cautions),
+    )
+
+
+def _unidentified(evidence: Evidence) -> str:
+    if evidence.recall is not None:
+        return ""
+    if evidence.cutoff is None:
+        return (
+            "No knowledge cutoff was stated for this model, so its skill before and after it "
+            "cannot be compared, and no recall probe was given."
+        )
+    if evidence.sessions_after == 0:
+        return (
+            f"Every date of the panel lies on or before the model's cutoff ({evidence.cutoff}), and "
+            "no recall probe was given: skill and knowledge of the future look the same here."
+        )
+    return ""
+
+
+def _short_side(evidence: Evidence) -> str:
+    if evidence.cutoff is None or evidence.recall is not None:
+        return ""
+    least = evidence.min_sessions_a_side
+    # With no date before the cutoff nothing in the panel can have been known: no contrast needed.
+    for side, count in (
+        ("before", evidence.sessions_before or least),
+        ("after", evidence.sessions_after),
+    ):
+        if count < least:
+            return (
+                f"{count} sessions lie {side} the model's cutoff ({evidence.cutoff}); at least "
+                f"{least} are needed on either side, with fewer the test claims too much."
+            )
+    return ""
+
+
+def _knows(evidence: Evidence, guilty: tuple[Channel, ...], cautions: list[str]) -> Judgement:
+    share = sum(evidence.contrast_share[channel] for channel in guilty)
+    sentences = [
+        f"Before its cutoff ({evidence.cutoff}) the model predicts {CHANNEL_WORDS[channel]} better "
+        f"than after it, by {evidence.contrast_share[channel]:.3f} of the target's variance "
+        f"(p = {evidence.contrast_p[channel]:.2g})."
+        for channel in guilty
+    ]
+    cautions.append("Honest skill that fades at the cutoff for other reasons would look the same.")
+    return Judgement(
+        verdict="knows_the_future",
+        summary=tuple(sentences),
+        channels=guilty,
+        share_of_r2=share,
+        cautions=tuple(cautions),
+    )
+
+
+def _skill(evidence: Evidence, skilled: tuple[Channel, ...], cautions: list[str]) -> Judgement:
+    words = " and ".join(CHANNEL_WORDS[channel] for channel in skilled)
+    sentences = [
+        f"The embedding predicts {words} beyond the numeric features ({evidence.skill_test}, "
+        f"p = {min(evidence.skill_p[channel] for channel in skilled):.2g})."
+    ]
+    if evidence.contrast_p:
+        seen = ", ".join(
+            f"{evidence.contrast_detectable[channel]:.3f} ({channel})"
+            for channel in evidence.contrast_p
+        )
+        sentences.append(
+            "It does so after its cutoff as before: no sign of the future. A fall at the cutoff "
+            f"of this share of the target's variance would have been seen: {seen}."
+        )
+    elif evidence.recall is not None:
+        sentences.append("The recall probe gives no sign of the future.")
+    else:
+        sentences.append(
+            f"Every date lies after the model's cutoff ({evidence.cutoff}): it cannot have seen any."
+        )
+    return Judgement(
+        verdict="skill", summary=tuple(sentences), channels=skilled, cautions=tuple(cautions)
+    )
+
+
+def _cautions(evidence: Evidence) -> list[str]:
+    cautions = [
+        f"The {channel} channel is untested: {why}." for channel, why in evidence.untested.items()
+    ]
+    cautions += [
+        f"The {channel} channel has no contrast at the cutoff: {why}."
+        for channel, why in evidence.contrast_failed.items()
+    ]
+    if evidence.r2_negative:
+        cautions.append(
+            "R2 is negative in both arms: a premium between them means less wrong, not right."
+        )
+    return cautions
