@@ -28,6 +28,7 @@ class EngineConfig:
         gradient_dtype: what returns to the host; None is bfloat16 for bfloat16 models, else
             float32.
         compile: compile the layer templates; None compiles on CUDA only.
+        compile_backend: what ``torch.compile`` lowers to.
         deterministic: bitwise equal runs on CUDA (on the CPU they always are).
         lane_timeout_seconds: the longest a step waits for a transfer or update before it fails.
         poison_slots: overwrite freed slots with NaN and never reuse a sent layer: the check that
@@ -44,6 +45,7 @@ class EngineConfig:
     loss_chunk_tokens: int = 1024
     gradient_dtype: Literal["bfloat16", "float32"] | None = None
     compile: bool | None = None
+    compile_backend: str = "inductor"
     deterministic: bool = False
     lane_timeout_seconds: float = 600.0
     poison_slots: bool = False

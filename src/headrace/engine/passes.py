@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headrace.engine.slots import KeptGraph, Slot
-from headrace.models.loss import linear_cross_entropy
+from headrace.models.loss import cross_entropy_chunk, linear_cross_entropy
 
 if TYPE_CHECKING:
     from headrace.engine.slots import GradientSlot
     from headrace.models.capture import CallCapture, LayerArguments
+    from headrace.models.loss import ChunkLoss
     from headrace.models.spec import ModelSpec
     from headrace.models.templates import Templates
     from headrace.store.layout import UnitLayout
@@ -65,11 +66,17 @@ class Passes:
         templates: Templates,
         *,
         loss_chunk_tokens: int,
+        compile_loss: str | None,
     ) -> None:
         self._spec = spec
         self._capture = capture
         self._templates = templates
         self._loss_chunk_tokens = loss_chunk_tokens
+        self._chunk_loss: ChunkLoss = cross_entropy_chunk
+        if compile_loss is not None:  # the name of a compiler backend
+            self._chunk_loss = torch.compile(
+                cross_entropy_chunk, fullgraph=True, dynamic=False, backend=compile_loss
+            )
 
     # -- embedding -------------------------------------------------------------------------
 
@@ -122,11 +129,15 @@ class Passes:
         record = LayerRecord(hidden_BTD.detach().requires_grad_(keep))
         if not keep:
             with torch.no_grad():
-                output_BTD = self._templates.run(index, parameters, record.input_BTD, arguments)
+                output_BTD = self._templates.run(
+                    index, parameters, record.input_BTD, arguments, keep=False
+                )
             return output_BTD, record
         record.graph = KeptGraph(slot)
         with torch.enable_grad(), record.graph.hooks():
-            record.output_BTD = self._templates.run(index, parameters, record.input_BTD, arguments)
+            record.output_BTD = self._templates.run(
+                index, parameters, record.input_BTD, arguments, keep=True
+            )
         record.leaves = trainable_leaves(slot, layout)
         return record.output_BTD.detach(), record
 
@@ -147,7 +158,7 @@ class Passes:
             record.input_BTD.requires_grad_(True)
             with torch.enable_grad():
                 output_BTD = self._templates.run(
-                    index, slot.parameters(layout), record.input_BTD, arguments
+                    index, slot.parameters(layout), record.input_BTD, arguments, keep=False
                 )
             leaves = trainable_leaves(slot, layout)
         else:
@@ -202,6 +213,7 @@ class Passes:
             chunk_tokens=self._loss_chunk_tokens,
             weight_grad_VD=None,
             with_hidden_grad=False,
+            chunk_loss=self._chunk_loss,
         )
         return loss
 
@@ -238,6 +250,7 @@ class Passes:
             weight_grad_VD=(
                 accumulator.flat[matrix.slice].view(matrix.shape) if matrix.trainable else None
             ),
+            chunk_loss=self._chunk_loss,
         )
         assert normed_grad_ND is not None
         head_layout = self._spec.units[-1]

@@ -108,8 +108,9 @@ class Engine:
         self._passes = Passes(
             spec,
             CallCapture(spec, self.device),
-            Templates(spec, compile_layers=compile_layers),
+            Templates(spec, compile_layers=compile_layers, backend=self.config.compile_backend),
             loss_chunk_tokens=self.config.loss_chunk_tokens,
+            compile_loss=self.config.compile_backend if compile_layers else None,
         )
         layouts = spec.units
         layer_size = max(layout.size for layout in layouts[1:-1])

@@ -9,7 +9,7 @@ Shape legend: N tokens, C tokens of a chunk, D hidden size, V vocabulary.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional as F  # noqa: N812 - its name everywhere
 
 from headrace.batch import IGNORE_INDEX
 
@@ -24,6 +24,7 @@ def linear_cross_entropy(
     chunk_tokens: int,
     weight_grad_VD: torch.Tensor | None,
     with_hidden_grad: bool = True,
+    chunk_loss: ChunkLoss | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Summed cross-entropy and the gradients of ``scale`` times it.
 
@@ -35,33 +36,24 @@ def linear_cross_entropy(
         chunk_tokens: tokens whose logits exist at a time.
         weight_grad_VD: float32, the gradient of the matrix is added to it; None to skip.
         with_hidden_grad: also return the gradient of ``hidden_ND``.
+        chunk_loss: :func:`cross_entropy_chunk` or a compiled version of it.
 
     Returns:
         The summed loss (float64 scalar, not scaled) and the hidden gradient or None.
     """
+    chunk_loss = chunk_loss or cross_entropy_chunk
+    with_grad = with_hidden_grad or weight_grad_VD is not None
     loss_sum = torch.zeros((), dtype=torch.float64, device=hidden_ND.device)
     hidden_grad_ND = torch.empty_like(hidden_ND) if with_hidden_grad else None
+    factor = torch.full((), scale if with_grad else 0.0, device=hidden_ND.device)
     for start in range(0, hidden_ND.shape[0], chunk_tokens):
         rows = slice(start, start + chunk_tokens)
-        hidden_CD, targets_C = hidden_ND[rows], targets_N[rows]
-        logits_CV = F.linear(hidden_CD, weight_VD).float()
-        supervised_C = targets_C != IGNORE_INDEX
-        safe_C = targets_C.clamp_min(0)
-        lse_C = torch.logsumexp(logits_CV, dim=1)
-        picked_C = logits_CV.gather(1, safe_C[:, None])[:, 0]
-        # where, not a product: an unsupervised row may hold an infinity, and 0 * inf is NaN.
-        loss_C = torch.where(supervised_C, lse_C - picked_C, 0.0)
-        loss_sum += loss_C.sum(dtype=torch.float64)
-        if hidden_grad_ND is None and weight_grad_VD is None:
+        hidden_CD = hidden_ND[rows]
+        logits_CV = F.linear(hidden_CD, weight_VD)
+        loss, grad_CV = chunk_loss(logits_CV, targets_N[rows], factor, with_grad)
+        loss_sum += loss
+        if grad_CV is None:
             continue
-        # d loss / d logits = softmax - one-hot, in place of the logits.
-        grad_CV = logits_CV.sub_(lse_C[:, None]).exp_()
-        grad_CV.scatter_add_(
-            1, safe_C[:, None], torch.full_like(picked_C, -1.0)[:, None]
-        )
-        factor_C = torch.where(supervised_C, scale, 0.0).to(grad_CV.dtype)
-        grad_CV = torch.where(supervised_C[:, None], grad_CV * factor_C[:, None], 0.0)
-        grad_CV = grad_CV.to(weight_VD.dtype)
         if hidden_grad_ND is not None:
             torch.mm(grad_CV, weight_VD, out=hidden_grad_ND[rows])
         if weight_grad_VD is not None:
@@ -70,3 +62,35 @@ def linear_cross_entropy(
             else:
                 weight_grad_VD += torch.mm(grad_CV.T, hidden_CD, out_dtype=weight_grad_VD.dtype)
     return loss_sum, hidden_grad_ND
+
+
+def cross_entropy_chunk(
+    logits_CV: torch.Tensor,
+    targets_C: torch.Tensor,
+    factor: torch.Tensor,
+    with_grad: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Summed loss (float64) of a chunk, and the gradient of ``factor`` times it in logits' dtype."""
+    dtype = logits_CV.dtype
+    logits_CV = logits_CV.float()  # the caller's tensor when it is float32 already: it is used up
+    supervised_C = targets_C != IGNORE_INDEX
+    safe_C = targets_C.clamp_min(0)
+    lse_C = torch.logsumexp(logits_CV, dim=1)
+    picked_C = logits_CV.gather(1, safe_C[:, None])[:, 0]
+    # where, not a product: an unsupervised row may hold an infinity, and 0 * inf is NaN.
+    loss = torch.where(supervised_C, lse_C - picked_C, 0.0).sum(dtype=torch.float64)
+    if not with_grad:
+        return loss, None
+    # d loss / d logits = softmax - one-hot
+    if torch.compiler.is_compiling():  # fuses into one pass where a scatter would not
+        columns_V = torch.arange(logits_CV.shape[1], device=logits_CV.device)
+        one_hot_CV = (columns_V[None, :] == safe_C[:, None]).to(logits_CV.dtype)
+        grad_CV = (torch.exp(logits_CV - lse_C[:, None]) - one_hot_CV) * factor
+        grad_CV = torch.where(supervised_C[:, None], grad_CV, 0.0)
+    else:
+        grad_CV = logits_CV.sub_(lse_C[:, None]).exp_()
+        grad_CV.scatter_add_(1, safe_C[:, None], torch.full_like(picked_C, -1.0)[:, None])
+        grad_CV.mul_(factor)
+        if not bool(supervised_C.all()):
+            grad_CV[~supervised_C] = 0.0
+    return loss, grad_CV.to(dtype)

@@ -8,7 +8,7 @@ number of readers. Nothing here knows the engine or files.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 import torch
@@ -25,6 +25,14 @@ if TYPE_CHECKING:
     from headrace.store.layout import ParamSpec, UnitLayout
 
 StateDtype = Literal["bfloat16", "float32"]
+
+
+class HasUnits(Protocol):
+    """A model's structure, as far as its state is concerned."""
+
+    @property
+    def units(self) -> tuple[UnitLayout, ...]:
+        """Layouts in order of use."""
 
 
 class UnitState:
@@ -147,6 +155,13 @@ class ModelState:
                 remainder = self._kept.tensor(kept, n, torch.int16)
                 kept += 2 * n
             self.units.append(UnitState(layout, weights, remainder, exp_avg, exp_avg_sq))
+
+    @classmethod
+    def allocate(
+        cls, spec: HasUnits, dtype: StateDtype = "bfloat16", *, device: torch.device | str = "cpu"
+    ) -> ModelState:
+        """Zeroed state for a model, sent from registered memory when ``device`` is CUDA."""
+        return cls(spec.units, dtype, register_cuda=torch.device(device).type == "cuda")
 
     @property
     def state_bytes(self) -> int:
