@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from headrace.report.quantities import Quantity
-    from headrace.report.records import Node, Source
+    from headrace.report.records import Node, Run, Source
 
 _STACK_DIGITS = 12
 
@@ -103,9 +103,15 @@ def _row(item: Quantity, *, name_stack: bool) -> list[str]:
     ]
 
 
-def provenance(audit: Node | None, sources: Sequence[Source]) -> Section:
+def provenance(audit: Node | None, runs: Sequence[Run], sources: Sequence[Source]) -> Section:
     """Stacks, settings and the files this report was made from."""
     blocks: list[Block] = []
+    for run in runs:
+        versions = run.record.maybe("versions")
+        if versions is not None:
+            blocks.append(Heading(text=f"Training stack of {run.name}"))
+            pairs = [(name, str(versions.raw(name))) for name in versions.names()]
+            blocks.append(Facts(pairs=pairs))
     if audit is not None:
         for fingerprint, stack in audit.items("stacks"):
             blocks.append(Heading(text=f"Stack {fingerprint[:_STACK_DIGITS]}"))

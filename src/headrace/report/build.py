@@ -105,7 +105,7 @@ def build_page(found: Records, *, title: str = DEFAULT_TITLE) -> tuple[Page, lis
     sections.append(_checks(found, sections))
     if found.audit is not None:
         sections.append(appendix.every_figure(found.audit, quantities))
-    sections.append(appendix.provenance(found.audit, found.sources))
+    sections.append(appendix.provenance(found.audit, found.runs, found.sources))
     page = Page(
         title=title,
         headline=cards.headline(made),

@@ -54,6 +54,7 @@ def training(runs: Sequence[Run]) -> Section:
         for run in runs
         if not run.metrics
     ]
+    blocks += filter(None, map(_outcome, runs))
     blocks.append(_facts(runs))
     exposed = _exposed(runs)
     if exposed is not None:
@@ -102,6 +103,8 @@ def _last(run: Run, key: str) -> float | None:
 
 def _facts(runs: Sequence[Run]) -> Table:
     labels: tuple[tuple[str, Callable[[Run], str]], ...] = (
+        ("Model", lambda run: run.record.text("architecture", MISSING)),
+        ("Weights held as", lambda run: run.record.text("dtype", MISSING)),
         ("Parameters", lambda run: _count(run.record.number("num_parameters"))),
         ("State (weights, moments)", lambda run: _bytes(run.record.number("state_bytes"))),
         ("Optimizer steps", lambda run: _exact(_last(run, "step"))),
@@ -110,8 +113,11 @@ def _facts(runs: Sequence[Run]) -> Table:
         ("Last training loss", lambda run: number(_last(run, "loss"))),
         ("Last evaluation loss", lambda run: number(_last(run, "eval_loss"))),
         ("Tokens per second, median", lambda run: _exact(_median(run, "tokens_per_second"))),
-        ("Duration", lambda run: _duration(run.record)),
-        ("Weights", lambda run: _short(run.record.text("model_hash", ""))),
+        ("Duration, all sessions", lambda run: _duration(run.record)),
+        ("Peak host memory", lambda run: _bytes(run.record.number("peak_rss_bytes"))),
+        ("Skipped steps", lambda run: _exact(run.record.number("num_skipped_steps"))),
+        ("Processor", _processor),
+        ("Hash of the weights", lambda run: _short(run.record.text("model_hash", ""))),
     )
     rows = []
     for label, read in labels:
@@ -150,6 +156,25 @@ def _median(run: Run, key: str) -> float | None:
 def _duration(record: Node) -> str:
     seconds = record.number("seconds")
     return MISSING if seconds is None else format_duration(seconds)
+
+
+def _processor(run: Run) -> str:
+    hardware = run.record.maybe("hardware")
+    if hardware is None:
+        return MISSING
+    gpu, cpu = hardware.text("gpu", ""), hardware.text("cpu", "")
+    cores = hardware.number("num_cores")
+    host = f"{cpu}, {count(cores)} cores" if cores is not None else cpu
+    return gpu or host or MISSING
+
+
+def _outcome(run: Run) -> Note | None:
+    status = run.record.text("status", "finished")
+    if status == "finished":
+        return None
+    last = _last(run, "step")
+    done = f" after {count(last)} steps" if last is not None else ""
+    return Note(kind="failed", text=f"Training of {run.name} is not finished: {status}{done}.")
 
 
 def _exposed(runs: Sequence[Run]) -> Table | None:
