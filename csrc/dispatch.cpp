@@ -52,22 +52,27 @@ int level() {
 
 }  // namespace
 
-std::vector<InstructionSet> usable_instruction_sets() {
-  std::vector<InstructionSet> sets{{"x86-64", &isa_v1::table}};
-  const int usable = level();
-  if (usable >= 3) {
-    sets.push_back({"x86-64-v3", &isa_v3::table});
-  }
-  if (usable >= 4) {
-    sets.push_back({"x86-64-v4", &isa_v4::table});
-  }
-  return sets;
+const std::vector<InstructionSet>& usable_instruction_sets() {
+  // Asked once: in a virtual machine every cpuid instruction is a trip to the hypervisor.
+  static const std::vector<InstructionSet> usable = [] {
+    std::vector<InstructionSet> sets{{"x86-64", &isa_v1::table}};
+    const int highest = level();
+    if (highest >= 3) {
+      sets.push_back({"x86-64-v3", &isa_v3::table});
+    }
+    if (highest >= 4) {
+      sets.push_back({"x86-64-v4", &isa_v4::table});
+    }
+    return sets;
+  }();
+  return usable;
 }
 
 #else
 
-std::vector<InstructionSet> usable_instruction_sets() {
-  return {{"generic", &isa_generic::table}};
+const std::vector<InstructionSet>& usable_instruction_sets() {
+  static const std::vector<InstructionSet> usable{{"generic", &isa_generic::table}};
+  return usable;
 }
 
 #endif

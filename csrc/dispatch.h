@@ -14,6 +14,6 @@ struct InstructionSet {
 };
 
 // Usable here, narrowest first.
-std::vector<InstructionSet> usable_instruction_sets();
+const std::vector<InstructionSet>& usable_instruction_sets();
 
 }  // namespace headrace

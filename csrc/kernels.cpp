@@ -27,7 +27,7 @@ constexpr int64_t kAhead = HEADRACE_AHEAD;
 constexpr int64_t kCacheLine = 64;
 
 constexpr int32_t kMagnitude = 0x7fffffff;
-constexpr int32_t kSmallestNormal = 0x00800000;
+constexpr int32_t kExponent = 0x7f800000;  // all zero in zeros and subnormals
 constexpr int32_t kFirstInfiniteHi = 0x7f7f8000;  // rounds away to 0x7f80, infinity
 
 HEADRACE_INLINE int32_t bits_of(float value) {
@@ -41,6 +41,8 @@ HEADRACE_INLINE float value_of(int32_t bits) {
   __builtin_memcpy(&value, &bits, sizeof value);
   return value;
 }
+
+HEADRACE_INLINE int32_t larger(int32_t a, int32_t b) { return a > b ? a : b; }
 
 HEADRACE_INLINE float gradient_of(uint16_t bits) {
   return value_of(static_cast<int32_t>(static_cast<uint32_t>(bits) << 16));
@@ -57,7 +59,7 @@ HEADRACE_INLINE float joined(uint16_t hi, int16_t lo) {
 // processors (rows of an embedding whose token is not seen decay to there in 800 steps).
 HEADRACE_INLINE float flushed(float moment) {
   const int32_t bits = bits_of(moment);
-  return value_of((bits & kMagnitude) < kSmallestNormal ? 0 : bits);
+  return value_of((bits & kExponent) == 0 ? 0 : bits);
 }
 
 // The bias-corrected direction of the step.
@@ -115,16 +117,16 @@ inline __attribute__((always_inline)) Element applied<kCorrect>(Element e, float
 }
 
 template <int operation, bool is_split, typename Gradient, bool store>
-HEADRACE_INLINE int32_t apply_run(const Buffers& buffers, const Gradient* grads,
-                                  const Coefficients& c, const Limits& limits, int64_t begin,
-                                  int64_t num) {
+HEADRACE_INLINE void apply_run(const Buffers& buffers, const Gradient* grads,
+                               const Coefficients& c, int64_t begin, int64_t num,
+                               Limits& largest) {
   uint16_t* __restrict hi = is_split ? buffers.hi + begin : nullptr;
   int16_t* __restrict lo = is_split ? buffers.lo + begin : nullptr;
   float* __restrict weight = is_split ? nullptr : buffers.weight + begin;
   float* __restrict exp_avg = buffers.exp_avg + begin;
   float* __restrict exp_avg_sq = buffers.exp_avg_sq + begin;
   const Gradient* __restrict grad = grads + begin;
-  int32_t beyond = 0;
+  Limits seen = largest;  // a copy that the stores below cannot alias
   for (int64_t i = 0; i < num; ++i) {
     Element e;
     e.weight = is_split ? joined(hi[i], lo[i]) : weight[i];
@@ -132,10 +134,10 @@ HEADRACE_INLINE int32_t apply_run(const Buffers& buffers, const Gradient* grads,
     e.exp_avg_sq = exp_avg_sq[i];
     const Element r = applied<operation>(e, gradient_of(grad[i]), c);
     const int32_t weight_bits = bits_of(r.weight);
-    // Positive when a limit is exceeded; NaNs are the largest magnitudes of all.
-    beyond |= (weight_bits & kMagnitude) > limits.weight;
-    beyond |= (bits_of(r.exp_avg) & kMagnitude) > limits.exp_avg;
-    beyond |= (bits_of(r.exp_avg_sq) & kMagnitude) > limits.exp_avg_sq;
+    // As integers, so that NaNs are the largest magnitudes of all.
+    seen.weight = larger(seen.weight, weight_bits & kMagnitude);
+    seen.exp_avg = larger(seen.exp_avg, bits_of(r.exp_avg) & kMagnitude);
+    seen.exp_avg_sq = larger(seen.exp_avg_sq, bits_of(r.exp_avg_sq) & kMagnitude);
     if (store) {
       exp_avg[i] = r.exp_avg;
       exp_avg_sq[i] = r.exp_avg_sq;
@@ -148,7 +150,7 @@ HEADRACE_INLINE int32_t apply_run(const Buffers& buffers, const Gradient* grads,
       }
     }
   }
-  return beyond;
+  largest = seen;
 }
 
 template <typename T>
@@ -156,7 +158,7 @@ HEADRACE_INLINE void prefetch_tile(const T* base) {
   const char* first = reinterpret_cast<const char*>(base);
   for (int64_t offset = 0; offset < kTile * static_cast<int64_t>(sizeof(T));
        offset += kCacheLine) {
-    __builtin_prefetch(first + offset);
+    __builtin_prefetch(first + offset, 0, HEADRACE_HINT);
   }
 }
 
@@ -164,12 +166,11 @@ template <int operation, bool is_split, typename Gradient, bool store>
 bool apply_range(const Buffers& buffers, const Coefficients& coefficients, const Limits& limits,
                  int64_t begin, int64_t end) {
   const Coefficients c = coefficients;
-  const Limits l = limits;
   const Gradient* grad = static_cast<const Gradient*>(buffers.grad);
-  int32_t beyond = 0;
+  Limits largest{0, 0, 0};
   int64_t i = begin;
   for (; i + kTile <= end; i += kTile) {
-    if (i + kAhead + kTile <= end) {
+    if (kAhead > 0 && i + kAhead + kTile <= end) {
       const int64_t next = i + kAhead;
       if (is_split) {
         prefetch_tile(buffers.hi + next);
@@ -181,10 +182,11 @@ bool apply_range(const Buffers& buffers, const Coefficients& coefficients, const
       prefetch_tile(buffers.exp_avg_sq + next);
       prefetch_tile(grad + next);
     }
-    beyond |= apply_run<operation, is_split, Gradient, store>(buffers, grad, c, l, i, kTile);
+    apply_run<operation, is_split, Gradient, store>(buffers, grad, c, i, kTile, largest);
   }
-  beyond |= apply_run<operation, is_split, Gradient, store>(buffers, grad, c, l, i, end - i);
-  return beyond != 0;
+  apply_run<operation, is_split, Gradient, store>(buffers, grad, c, i, end - i, largest);
+  return largest.weight > limits.weight || largest.exp_avg > limits.exp_avg ||
+         largest.exp_avg_sq > limits.exp_avg_sq;
 }
 
 int32_t largest_bfloat16(const uint16_t* grad, int64_t begin, int64_t end) {
@@ -199,8 +201,7 @@ int32_t largest_bfloat16(const uint16_t* grad, int64_t begin, int64_t end) {
 int32_t largest_float32(const float* grad, int64_t begin, int64_t end) {
   int32_t largest = 0;
   for (int64_t i = begin; i < end; ++i) {
-    const int32_t magnitude = bits_of(grad[i]) & kMagnitude;
-    largest = magnitude > largest ? magnitude : largest;
+    largest = larger(largest, bits_of(grad[i]) & kMagnitude);
   }
   return largest;
 }
@@ -227,20 +228,24 @@ void join(const uint16_t* hi, const int16_t* lo, float* out, int64_t begin, int6
 // Stores that bypass the caches: the target's lines are not read first.
 void copy_streaming(float* target, const float* source, int64_t begin, int64_t end) {
   int64_t i = begin;
+#if defined(__x86_64__)
+  // Streaming stores need aligned targets.
+  for (; i < end && reinterpret_cast<uintptr_t>(target + i) % kCacheLine != 0; ++i) {
+    target[i] = source[i];
+  }
 #if defined(__AVX512F__)
   for (; i + 16 <= end; i += 16) {
     _mm512_stream_ps(target + i, _mm512_loadu_ps(source + i));
   }
-  _mm_sfence();
 #elif defined(__AVX__)
   for (; i + 8 <= end; i += 8) {
     _mm256_stream_ps(target + i, _mm256_loadu_ps(source + i));
   }
-  _mm_sfence();
-#elif defined(__x86_64__)
+#else
   for (; i + 4 <= end; i += 4) {
     _mm_stream_ps(target + i, _mm_loadu_ps(source + i));
   }
+#endif
   _mm_sfence();
 #endif
   for (; i < end; ++i) {

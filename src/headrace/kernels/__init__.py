@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import TYPE_CHECKING, Any, Literal
+from functools import cache
+from typing import TYPE_CHECKING, Literal
 
 from headrace.errors import ConfigError
 
 if TYPE_CHECKING:
-    from headrace.kernels.calls import HostKernels, PoolLike
+    from headrace.kernels.calls import HostKernels
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -25,8 +26,9 @@ def is_native_required() -> bool:
     return os.environ.get(REQUIRE_VARIABLE, "").lower() not in {"", "0", "false", "no", "off"}
 
 
+@cache
 def load(backend: Literal["auto", "native", "reference"] = "auto") -> HostKernels:
-    """Choose the backend of the host kernels, and log which and why.
+    """Choose the backend of the host kernels, and log which and why; once a process.
 
     Args:
         backend: ``native`` (compiled), ``reference`` (NumPy), or ``auto``: native where it was
@@ -61,14 +63,6 @@ def load(backend: Literal["auto", "native", "reference"] = "auto") -> HostKernel
     return HostKernels(ReferenceBackend())
 
 
-def make_pool(kernels: HostKernels, num_threads: int | None = None) -> PoolLike:
-    """A pool of threads for these kernels; by default one a processor this process may use."""
-    if num_threads is None:
-        num_threads = len(os.sched_getaffinity(0))
-    if kernels.backend.name == "native":
-        from headrace.kernels import native  # noqa: PLC0415  may be missing
-
-        return native.Pool(num_threads)
-    from headrace.kernels import reference  # noqa: PLC0415  see above
-
-    return reference.Pool(num_threads)
+def num_usable_cores() -> int:
+    """Processors this process may run on."""
+    return len(os.sched_getaffinity(0))

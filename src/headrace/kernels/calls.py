@@ -73,6 +73,9 @@ class Backend(Protocol):
     def instruction_set(self) -> str:
         """What runs the loops."""
 
+    def make_pool(self, num_threads: int) -> PoolLike:
+        """A pool of this backend."""
+
     def apply(
         self,
         operation: Operation,
@@ -152,7 +155,7 @@ class HostKernels:
 
     * ``step``, ``learning_rate``, ``beta1``, ``beta2``, ``eps``, ``weight_decay``: see
       :func:`~headrace.kernels.coefficients.coefficients`.
-    * ``pool``: the backend's ``Pool``.
+    * ``pool``: a :meth:`Pool` of the same backend.
     * ``headroom``: what is known of this range of the state; spares the dry run.
     * ``largest_grad``: a bound on ``|grad|`` before scaling that the caller knows, such as its
       norm; spares the scan of the gradient. Wrong bounds are found after the fact and raise.
@@ -165,6 +168,16 @@ class HostKernels:
 
     def __repr__(self) -> str:
         return f"HostKernels({self.backend.name}, {self.backend.instruction_set})"
+
+    def Pool(self, num_threads: int) -> PoolLike:  # noqa: N802  the class of the backend's module
+        """Threads for the calls below; the caller's is one of them. Close it when done.
+
+        The threads inherit the processor affinity of the thread that makes the pool.
+
+        Raises:
+            ValueError: Not 1 to 1024 threads.
+        """
+        return self.backend.make_pool(num_threads)
 
     def adamw_split(
         self,

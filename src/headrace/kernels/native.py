@@ -63,6 +63,10 @@ class NativeBackend:
             )
         return self._instruction_set
 
+    def make_pool(self, num_threads: int) -> Pool:
+        """A pool of this backend."""
+        return Pool(num_threads)
+
     def apply(
         self,
         operation: Operation,

@@ -142,6 +142,10 @@ class ReferenceBackend:
     name = "reference"
     instruction_set = "numpy"
 
+    def make_pool(self, num_threads: int) -> Pool:
+        """A pool of this backend."""
+        return Pool(num_threads)
+
     def apply(
         self,
         operation: Operation,
