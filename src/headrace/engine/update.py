@@ -72,7 +72,7 @@ class Updater:
         self._optimizer = optimizer
         self._device = device
         self._kernels = kernels.load()
-        self._pool = kernels.make_pool(self._kernels, config.update_threads)
+        self._pool = self._kernels.Pool(config.update_threads or kernels.num_usable_cores())
         wanted = config.gradient_dtype or state.dtype
         self._dtype = torch.bfloat16 if wanted == "bfloat16" else torch.float32
         self._chunk = max(NORM_BLOCK, config.chunk_bytes // self._dtype.itemsize)
@@ -287,6 +287,7 @@ class Updater:
         """Finish both lanes and give the returned gradients' memory back."""
         self._d2h.close()
         self._update.close()
+        self._pool.close()
         self._pending.clear()
         self._arrays.clear()
         self._arena.close()
