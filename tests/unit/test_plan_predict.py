@@ -162,11 +162,17 @@ def test_waves_trade_activations_for_accumulators():
 
 
 def test_kept_activations_of_the_measured_case():
-    """16k tokens of 8B kept took 82 GiB on the H200 with windows and runtime (cards.json)."""
-    job = Job(tokens_per_step=16384)
-    need = footprint(model("Qwen/Qwen3-8B"), job, h200(), THIS_VERSION, activations="keep", waves=1)
+    """16k tokens of 8B kept without the policy took 82 GiB on the H200."""
+    job, plain = Job(tokens_per_step=16384), replace(THIS_VERSION, selective_keep=False)
+    need = footprint(model("Qwen/Qwen3-8B"), job, h200(), plain, activations="keep", waves=1)
     # That run kept embedding and head out of the windows and had no float32 gradients of them.
     assert need.device_bytes / GIB == pytest.approx(82 + 12, rel=0.1)
+
+
+def test_selective_policy_keeps_what_was_measured():
+    """86 kB a token and layer at 8B, 137 without the policy."""
+    layer = model("Qwen/Qwen3-8B").layers[0]
+    assert 2 * layer.kept_elements == 86_016
 
 
 def test_speed_of_the_measured_case():

@@ -31,7 +31,7 @@ class Features:
 
 
 THIS_VERSION = Features(
-    moments=("float32",), state_on_device=False, max_gpus=1, selective_keep=False
+    moments=("float32",), state_on_device=False, max_gpus=1, selective_keep=True
 )
 
 

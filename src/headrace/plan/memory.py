@@ -17,9 +17,11 @@ if TYPE_CHECKING:
     from headrace.plan.job import Activations, Features, Job, Moments
     from headrace.plan.machine import Machine
 
-# What a compiled 8B layer left for its backward on the H200, over the outputs of its matmuls and
-# attention: 137 over 86 kB a token. With a selective policy the factor is 1.
+# What a layer leaves for its backward, over the outputs of its matmuls and attention. Compiled, an
+# 8B layer on the H200 left 137 where those were 86 kB a token; the selective policy leaves just
+# those. Eager Qwen3 and Llama layers leave 2.0 to 2.2 times as much (autograd's saved tensors).
 KEPT_FACTOR = 137 / 86
+EAGER_KEPT_FACTOR = 2.2
 
 # Allowances for what libraries take: CUDA context, cuBLAS and cuDNN workspaces, the allocator's
 # rounding; an interpreter with torch and transformers, the CUDA driver's host side included.
@@ -130,8 +132,11 @@ def _device_items(
     layer, ends = model.largest_layer, model.num_embedding + model.num_head
     micro_batches = job.num_micro_batches(num_gpus)
     tokens = -(-micro_batches // waves) * job.micro_batch_tokens
-    factor = 1.0 if features.selective_keep else KEPT_FACTOR
+    # The engine compiles layers on CUDA only.
+    factor = EAGER_KEPT_FACTOR if cpu else 1.0 if features.selective_keep else KEPT_FACTOR
+    at_work = EAGER_KEPT_FACTOR if cpu else KEPT_FACTOR
     kept = [round(x.kept_elements * width * factor) for x in model.layers]
+    working = [round(x.kept_elements * width * at_work) for x in model.layers]
     items = [
         Item(
             kind="weight slots",
@@ -161,7 +166,7 @@ def _device_items(
                 formula=f"{tokens:,} tokens x {sum(kept):,} bytes over all layers",
             )
         )
-    work = job.micro_batch_tokens * max(kept) + width * layer
+    work = job.micro_batch_tokens * max(working) + width * layer
     items += [
         Item(
             kind="layer at work",
