@@ -8,6 +8,7 @@ from headrace.data.loader import LoaderSettings
 from headrace.errors import ConfigError
 from headrace.trainer.schedule import KINDS, Schedule, ScheduleSettings, resolve_warmup
 
+DECAY = {"num_decay_steps": 9, "min_lr_ratio": 0.1}
 OPTIONS = {
     "cosine_with_min_lr": [{"min_lr": 3e-6}, {"min_lr_rate": 0.1, "num_cycles": 1.5}],
     "cosine_warmup_with_min_lr": [
@@ -20,8 +21,8 @@ OPTIONS = {
     "warmup_stable_decay": [
         {"num_decay_steps": 20},
         {"num_decay_steps": 20, "num_stable_steps": 10},
-        {"num_decay_steps": 9, "min_lr_ratio": 0.1, "decay_type": "linear", "warmup_type": "cosine"},
-        {"num_decay_steps": 9, "min_lr_ratio": 0.1, "decay_type": "1-sqrt", "warmup_type": "1-sqrt"},
+        DECAY | {"decay_type": "linear", "warmup_type": "cosine"},
+        DECAY | {"decay_type": "1-sqrt", "warmup_type": "1-sqrt"},
     ],
 }  # fmt: skip
 CASES = [(kind, options) for kind in KINDS for options in OPTIONS.get(kind, [{}])]

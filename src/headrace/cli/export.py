@@ -1,0 +1,37 @@
+"""``headrace export``: the command line of :func:`headrace.trainer.export.export_checkpoint`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+
+@app.command()
+def export(
+    source: Annotated[
+        Path, typer.Argument(help="A checkpoint-N folder, or the output_dir of a run.")
+    ],
+    out: Annotated[Path, typer.Argument(help="A new folder for the model.")],
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Write a checkpoint as a Hugging Face model folder.
+
+    AutoModelForCausalLM.from_pretrained loads it; optimizer state stays behind.
+    """
+    from headrace.trainer.export import export_checkpoint
+    from headrace.units import format_bytes
+
+    result = export_checkpoint(source, out)
+    if as_json:
+        print(json.dumps(vars(result), default=str))
+    else:
+        print(
+            f"exported {result.checkpoint} to {result.folder}: {len(result.files)} files, "
+            f"{format_bytes(result.num_bytes)}"
+        )

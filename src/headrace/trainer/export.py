@@ -1,0 +1,114 @@
+"""Checkpoints as plain Hugging Face model folders.
+
+Owns ``headrace export``. A checkpoint's weights are already in Hugging Face's layout, so they
+are copied file by file by the kernel: memory does not grow with the model. The invariant: the
+folder appears under its name only when it is complete, and no optimizer state goes into it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.errors import CapacityError, CheckpointError, ConfigError
+from headrace.store.checkpoint import RECORD, find_problem, latest_checkpoint
+from headrace.units import format_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportResult:
+    """What was written.
+
+    Attributes:
+        checkpoint: where it came from.
+        folder: the model folder.
+        num_bytes: its size.
+        files: names in it.
+    """
+
+    checkpoint: Path
+    folder: Path
+    num_bytes: int
+    files: tuple[str, ...]
+
+
+def find_checkpoint(source: Path) -> Path:
+    """A complete checkpoint: ``source`` itself, or the last one of a run folder.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if (source / RECORD).is_file():
+        if (problem := find_problem(source)) is not None:
+            raise CheckpointError(
+                f"{source} is not a complete checkpoint: {problem}",
+                remedy=f"export the run folder {source.parent} to get its last complete one",
+            )
+        return source
+    latest = latest_checkpoint(source)
+    if latest is None:
+        raise CheckpointError(
+            f"{source} is neither a checkpoint nor a run folder with a complete one",
+            remedy="give checkpoint-N, or the output_dir of a run that has saved",
+        )
+    return latest
+
+
+def export_checkpoint(source: str | Path, out: str | Path) -> ExportResult:
+    """Copy the model of a checkpoint into a new folder that ``from_pretrained`` loads.
+
+    Args:
+        source: a checkpoint, or a run folder.
+        out: must not exist, or be empty.
+
+    Raises:
+        CheckpointError: no complete checkpoint there.
+        ConfigError: ``out`` is taken.
+        CapacityError: the disk has no room.
+    """
+    checkpoint, out = find_checkpoint(Path(source)), Path(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} exists and is not empty", remedy="choose a new folder")
+    files = sorted(
+        file
+        for file in checkpoint.iterdir()
+        if file.is_file() and file.name != RECORD and not file.name.startswith("optimizer")
+    )
+    num_bytes = sum(file.stat().st_size for file in files)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(out.parent).free
+    if num_bytes > free:
+        raise CapacityError(
+            f"the model needs {format_bytes(num_bytes)}, {out.parent} has {format_bytes(free)} "
+            "free",
+            remedy="free space, or export elsewhere",
+        )
+    temporary = out.with_name(f".{out.name}.writing")
+    shutil.rmtree(temporary, ignore_errors=True)  # of an export that was killed
+    temporary.mkdir()
+    try:
+        for file in files:
+            _copy(file, temporary / file.name)
+        if out.exists():
+            out.rmdir()
+        temporary.rename(out)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
+            raise CapacityError(
+                f"the disk of {out.parent} filled up; {out} was not written",
+                remedy="free space, or export elsewhere",
+            ) from error
+        raise
+    return ExportResult(
+        checkpoint=checkpoint, folder=out, num_bytes=num_bytes, files=tuple(f.name for f in files)
+    )
+
+
+def _copy(source: Path, target: Path) -> None:
+    shutil.copyfile(source, target)
+    with target.open("rb") as file:
+        os.fsync(file.fileno())

@@ -1,0 +1,238 @@
+"""Configurations: every key is honoured, translated with a note, or refused."""
+
+import json
+
+import pytest
+import yaml
+
+from headrace.engine.config import EngineConfig
+from headrace.errors import ConfigError
+from headrace.trainer.config import TrainConfig, json_schema, resolve
+
+BASE = {"model_name_or_path": "m", "datasets": [{"path": "a.jsonl"}], "output_dir": "out"}
+
+
+def write(tmp_path, text):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"learning_rat": 1}, "unknown key learning_rat; did you mean learning_rate?"),
+        ({"engine": {"activation": "keep"}}, "engine.activation; did you mean activations?"),
+        ({"datasets": [{"path": "a", "kind": "x"}]}, "datasets.0.kind"),
+        ({"param_groups": [{"pattrn": "x"}]}, "param_groups.0.pattrn; did you mean pattern?"),
+        ({"qqqq": 1}, "unknown key qqqq; known:"),
+        ({"learning_rate": -1}, "learning_rate: .*greater than 0"),
+        ({"learning_rate": "fast"}, "learning_rate: .*number.*got 'fast'"),
+        ({"max_length": 1}, "max_length"),
+        ({"datasets": []}, "datasets: .*at least 1"),
+        ({"datasets": [{"type": "text"}]}, "datasets.0.path is missing"),
+        ({"datasets": [{"path": "a", "type": "chat"}]}, "datasets.0.type"),
+        ({"output_dir": None}, "output_dir"),
+        ({"dtype": "float16"}, "dtype"),
+        ({"engine": {"activations": "sometimes"}}, "engine.activations"),
+        ({"engine": {"weight_slots": 1}}, "at least 2"),
+        ({"engine": {"chunk_bytes": "64 lightyears"}}, "not a size in bytes"),
+        ({"model_config": {"model_type": "llama"}}, "both are given"),
+        ({"model_name_or_path": None}, "neither is given"),
+        ({"lr_scheduler_type": "cosin"}, "use cosine"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "could not be repeated"),
+        ({"lr_scheduler_type": "cosine_with_min_lr"}, "needs a floor"),
+        ({"warmup_steps": 10, "warmup_ratio": 0.1}, "exclude each other"),
+        ({"max_steps": 0}, "max_steps is 0"),
+        ({"eval_steps": 10}, "no eval_datasets"),
+        ({"eval_strategy": "steps", "eval_datasets": [{"path": "b"}]}, "needs eval_steps"),
+        ({"eval_datasets": [{"path": "b"}, {"path": "b"}]}, "same name"),
+        ({"packing_strategy": "wrapped", "excess_length": "drop"}, "has no effect"),
+        ({"save_total_limit": 0}, "save_total_limit"),
+        ({"param_groups": [{"pattern": "("}]}, "parameter group pattern"),
+        ({"gguf_file": "x", "model_name_or_path": None, "model_config": "c"}, "gguf_file"),
+    ],
+)
+def test_a_wrong_setting_is_refused_by_name(change, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        resolve(BASE | change)
+    assert caught.value.exit_code == 2
+
+
+def test_several_mistakes_are_reported_at_once():
+    with pytest.raises(ConfigError, match=r"(?s)seed.*learning_rate"):
+        resolve(BASE | {"learning_rate": "x", "seed": "y"})
+    with pytest.raises(ConfigError, match=r"(?s)max_lenght; did you mean max_length.*sed"):
+        resolve(BASE | {"max_lenght": 1, "sed": 1})
+
+
+def test_a_required_key_is_named():
+    with pytest.raises(ConfigError, match="output_dir is missing"):
+        resolve({"model_name_or_path": "m", "datasets": [{"path": "a"}]})
+
+
+def test_the_resolved_configuration_resolves_to_itself(tmp_path):
+    config, _ = resolve(
+        BASE
+        | {
+            "learning_rate": "3e-4",
+            "lr_scheduler_kwargs": {"num_cycles": 1},
+            "lr_scheduler_type": "cosine",
+            "param_groups": [{"pattern": "norm", "learning_rate_scale": 2}],
+            "engine": {"chunk_bytes": "1MiB", "activations": "recompute"},
+            "data_cache_dir": "/tmp/cache",
+            "report_to": "tensorboard",
+        }
+    )
+    assert config.learning_rate == 3e-4
+    assert config.engine == EngineConfig(chunk_bytes=1 << 20, activations="recompute")
+    again, notes = resolve(write(tmp_path, config.to_yaml()))
+    assert again == config
+    assert notes == []
+    assert resolve(config)[0] == config
+
+
+def test_overrides_reach_into_mappings_and_lists(tmp_path):
+    path = write(tmp_path, yaml.safe_dump(BASE))
+    config, _ = resolve(
+        path,
+        [
+            "learning_rate=1e-4", "engine.activations=recompute", "datasets.0.path=b.jsonl",
+            "eval_datasets=[{path: c.jsonl}]", "run_name=", "packing=false", "save_steps=0.1",
+            "lr_scheduler_kwargs.num_cycles=2", "lr_scheduler_type=cosine",
+        ],
+    )  # fmt: skip
+    assert (config.learning_rate, config.engine.activations) == (1e-4, "recompute")
+    assert (config.datasets[0].path, config.eval_datasets[0].path) == ("b.jsonl", "c.jsonl")
+    assert (config.run_name, config.packing, config.save_steps) == (None, False, 0.1)
+    assert config.lr_scheduler_kwargs == {"num_cycles": 2}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("learning_rate", "is not key=value"),
+        ("=3", "is not key=value"),
+        ("datasets.7.path=x", "no index into a list of 1"),
+        ("datasets.first.path=x", "no index"),
+        ("datasets.0.path.deep=x", r"datasets\.0\.path: .*string"),
+        ("report_to.0.deep=x", "report_to.0 has no parts"),
+        ("seed=[1", "not YAML"),
+        ("sede=1", "did you mean seed"),
+    ],
+)
+def test_an_override_that_goes_nowhere_is_refused(override, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve(BASE | {"datasets": [{"path": "a"}], "report_to": ["wandb"]}, [override])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [1\n", "is not YAML"),
+        ("- 1\n", "holds list, not keys"),
+        ("", "holds NoneType"),
+        ("seed: 1\nlearning_rate: 1\nseed: 2\n", r"run.yaml:3: seed is given twice"),
+    ],
+)
+def test_a_broken_file_is_refused_with_its_place(tmp_path, text, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve(write(tmp_path, text))
+    with pytest.raises(ConfigError, match="cannot read the configuration"):
+        resolve(tmp_path / "absent.yaml")
+
+
+def test_keys_of_other_trainers_are_translated_with_a_note():
+    axolotl = {
+        "base_model": "m",
+        "datasets": [{"path": "a.jsonl", "ds_type": "json", "type": "completion", "field": "body"}],
+        "sequence_len": 4096,
+        "sample_packing": True,
+        "pad_to_sequence_len": True,
+        "micro_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+        "num_epochs": 1,
+        "optimizer": "adamw_torch_fused",
+        "lr_scheduler": "cosine",
+        "learning_rate": 0.0002,
+        "bf16": "auto",
+        "tf32": False,
+        "gradient_checkpointing": True,
+        "flash_attention": True,
+        "load_in_8bit": False,
+        "adapter": None,
+        "lora_r": None,
+        "val_set_size": 0.0,
+        "wandb_project": "x",
+        "deepspeed": None,
+        "strict": False,
+        "output_dir": "out",
+    }
+    config, notes = resolve(axolotl)
+    expected = resolve(
+        {
+            "model_name_or_path": "m",
+            "datasets": [{"path": "a.jsonl", "type": "text", "text_field": "body"}],
+            "max_length": 4096,
+            "packing": True,
+            "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": 4,
+            "num_train_epochs": 1,
+            "lr_scheduler_type": "cosine",
+            "learning_rate": 0.0002,
+            "engine": {"activations": "recompute"},
+            "output_dir": "out",
+        }
+    )[0]
+    assert config == expected
+    # Everything but the four canonical keys was said.
+    said = " ".join(notes)
+    canonical = {"datasets", "gradient_accumulation_steps", "learning_rate", "output_dir"}
+    for key in axolotl:
+        assert (key in said) != (key in canonical - {"datasets"}), key
+    llama_factory = {
+        "model_name_or_path": "m", "stage": "pt", "do_train": True, "finetuning_type": "full",
+        "datasets": [{"path": "a"}], "cutoff_len": 2048, "output_dir": "out", "bf16": True,
+        "plot_loss": True, "ddp_timeout": 180000000, "overwrite_cache": True,
+        "preprocessing_num_workers": 16, "warmup_ratio": 0.1, "overwrite_output_dir": True,
+        "eval_strategy": "no", "deepspeed": "", "resume_from_checkpoint": None,
+    }  # fmt: skip
+    assert resolve(llama_factory)[0].max_length == 2048
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("deepspeed", "ds.json", "replaces DeepSpeed"),
+        ("load_in_4bit", True, "plain weights"),
+        ("adapter", "qlora", "trains all weights"),
+        ("finetuning_type", "lora", "trains all weights"),
+        ("fp16", True, "overflow"),
+        ("optimizer", "adamw_bnb_8bit", "float32 moments"),
+        ("rl", "dpo", "next token"),
+        ("val_set_size", 0.05, "evaluation set"),
+        ("push_to_hub", True, "sends nothing"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_with_the_reason(key, value, reason):
+    with pytest.raises(ConfigError, match=reason):
+        resolve(BASE | {key: value})
+
+
+def test_an_alias_that_contradicts_is_refused():
+    with pytest.raises(ConfigError, match="sequence_len and max_length both set max_length"):
+        resolve(BASE | {"sequence_len": 10, "max_length": 20})
+    # What is written under engine: wins over what an alias implies.
+    config, _ = resolve(BASE | {"gradient_checkpointing": True, "engine": {"activations": "keep"}})
+    assert config.engine.activations == "keep"
+
+
+def test_the_schema_describes_every_key():
+    schema = json.loads(json.dumps(json_schema()))
+    assert schema["additionalProperties"] is False
+    assert set(schema["properties"]) == {
+        field.alias or name for name, field in TrainConfig.model_fields.items()
+    }
+    assert "model_config" in schema["properties"]
+    for key, value in schema["properties"].items():
+        assert value.get("description"), key
