@@ -110,7 +110,11 @@ def contrast(
         "own": [scaled(ratio, share) for _, ratio in gains],
     }
     candidates = {name: difference(before, after) for name, (before, after) in arms.items()}
-    p_values = {name: estimate.p_above() for name, estimate in candidates.items()}
+    # Without a gain before the cutoff there is nothing that could have been known.
+    p_values = {
+        name: estimate.p_above() if arms[name][0].value > 0 else 1.0
+        for name, estimate in candidates.items()
+    }
     counts = max(p_values, key=lambda name: p_values[name])
     return Contrast(
         before=arms[counts][0],

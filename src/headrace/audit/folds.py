@@ -1,18 +1,19 @@
 """Which rows train, which are predicted, and which windows choose the penalty.
 
 Owns the plan of every protocol as :class:`~headrace.audit.regress.Fold` objects. The invariant:
-a window's rows are training rows of every fold that names it, and a window validates on dates
-after its training dates, purged (inner forward chaining). Plans are pure: they look at instants
-and entities, never at targets.
+the rows of a window are training rows of every fold that names it, validation rows are never
+trained on, and both are purged against each other. Plans are pure: they look at instants and
+entities, never at targets.
 
-Windows are shared between the folds of ``purged_kfold``: with k blocks of dates, every run of
-k // 2 consecutive blocks is a window (its first three fifths train, the rest validates), and a
-fold uses the runs that do not touch its test block. Penalties act on summed squared errors, so
-the best one does not depend on how long the window is (alpha = noise / signal variance).
+Protocols that go forward in time choose penalties by forward chaining. ``purged_kfold`` trains
+on both sides of its test block, and chooses by leaving out one more block: forward chaining
+asks late windows only, and where a leak ends at a cutoff those answer that nothing can be
+learned (measured: power 50% against 93%, docs/audit.md).
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -73,28 +74,27 @@ def forward_windows(times: LabelTimes, rows: Rows, *, num_windows: int) -> list[
 
 
 def purged_plan(times: LabelTimes, *, num_splits: int, embargo: int) -> Plan:
-    """``purged_kfold``: every block of dates predicted from all others."""
+    """``purged_kfold``: every block of dates predicted from all others.
+
+    Penalties are chosen by leaving out one more block: a head that saw neither block a nor b
+    votes on b for fold a, and on a for fold b. One training set serves both votes.
+    """
     splitter = PurgedKFold(times, num_splits, embargo)
     block = date_blocks(len(times.sessions), num_splits)
-    span = num_splits // 2
-    learn = min(max(1, round(0.6 * span)), span - 1)
     windows: list[Window] = []
-    touched: list[range] = []
-    for first in range(num_splits - span + 1 if span > 1 else 0):
-        inside = (block >= first) & (block < first + span)
-        validates = (block >= first + learn) & (block < first + span)
-        # Rows of the window that meet nothing outside it: no fold's purge reaches them.
-        usable = splitter.train_rows(~inside)
-        train = usable & splitter.train_rows(validates)
-        validation = usable & validates[times.session]
-        if train.any() and validation.any():
-            windows.append((np.flatnonzero(train), np.flatnonzero(validation)))
-            touched.append(range(first, first + span))
+    voter_of: list[int] = []
+    for first, second in itertools.combinations(range(num_splits), 2):
+        train = np.flatnonzero(splitter.train_rows((block == first) | (block == second)))
+        for tested, validated in ((first, second), (second, first)):
+            validation = (block[times.session] == validated) & splitter.train_rows(block == tested)
+            if len(train) and validation.any():
+                windows.append((train, np.flatnonzero(validation)))
+                voter_of.append(tested)
     folds = tuple(
         Fold(
             train=train,
             test=test,
-            windows=tuple(w for w, blocks in enumerate(touched) if k not in blocks),
+            windows=tuple(w for w, tested in enumerate(voter_of) if tested == k),
         )
         for k, (train, test) in enumerate(splitter.split())
     )

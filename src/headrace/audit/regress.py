@@ -338,7 +338,8 @@ def nested_ridge(
         book: the embedding.
         targets: what is predicted.
         folds: training and test rows; ``windows`` of a fold choose its penalties.
-        windows: inner (training, validation) rows, fitted once and shared between folds.
+        windows: inner (training, validation) rows, fitted once and shared between folds;
+            neighbours with the *same* training array share its decomposition.
         consume: called for each fold and slice of columns; predictions are not kept.
         penalties: candidates; ``numpy.inf`` is "constant only". With one candidate, or a fold
             without windows, nothing is chosen and the last candidate is used.
@@ -347,8 +348,10 @@ def nested_ridge(
     grid = np.asarray(penalties, dtype=np.float64)
     loss_WAM = np.zeros((len(windows), len(grid), targets.num_columns))
     if len(grid) > 1:
+        basis, decomposed = None, None
         for w, (train, validation) in enumerate(windows):
-            basis = _decompose(book, train)
+            if basis is None or train is not decomposed:
+                basis, decomposed = _decompose(book, train), train
             coordinates = basis.coordinates(book.values[validation])
             for columns in solver.chunks:
                 heads = _heads(basis, solver.sums(train, columns))

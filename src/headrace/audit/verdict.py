@@ -84,8 +84,10 @@ def judge(evidence: Evidence) -> Judgement:
         return Judgement(
             verdict="knows_the_future",
             summary=(
-                "The model states what markets did on dates before its cutoff, and not on dates "
-                "after it.",
+                (
+                    "The model states what markets did on dates before its cutoff, and not on "
+                    "dates after it."
+                ),
             ),
             cautions=tuple(cautions),
         )
@@ -121,8 +123,10 @@ def judge(evidence: Evidence) -> Judgement:
     return Judgement(
         verdict="no_detectable_skill",
         summary=(
-            "The embedding predicts nothing that could be told from chance "
-            f"({evidence.skill_test}).",
+            (
+                "The embedding predicts nothing that could be told from chance "
+                f"({evidence.skill_test})."
+            ),
             f"A skill worth this share of the target's variance would have been seen: {seen}.",
         ),
         cautions=tuple(cautions),
@@ -139,8 +143,8 @@ def _unidentified(evidence: Evidence) -> str:
         )
     if evidence.sessions_after == 0:
         return (
-            f"Every date of the panel lies on or before the model's cutoff ({evidence.cutoff}), and "
-            "no recall probe was given: skill and knowledge of the future look the same here."
+            f"Every date of the panel lies on or before the model's cutoff ({evidence.cutoff}), "
+            "and no recall probe was given: skill and knowledge of the future look the same here."
         )
     return ""
 
@@ -183,8 +187,10 @@ def _knows(evidence: Evidence, guilty: tuple[Channel, ...], cautions: list[str])
 def _skill(evidence: Evidence, skilled: tuple[Channel, ...], cautions: list[str]) -> Judgement:
     words = " and ".join(CHANNEL_WORDS[channel] for channel in skilled)
     sentences = [
-        f"The embedding predicts {words} beyond the numeric features ({evidence.skill_test}, "
-        f"p = {min(evidence.skill_p[channel] for channel in skilled):.2g})."
+        (
+            f"The embedding predicts {words} beyond the numeric features ({evidence.skill_test}, "
+            f"p = {min(evidence.skill_p[channel] for channel in skilled):.2g})."
+        )
     ]
     if evidence.contrast_p:
         seen = ", ".join(
@@ -199,7 +205,7 @@ def _skill(evidence: Evidence, skilled: tuple[Channel, ...], cautions: list[str]
         sentences.append("The recall probe gives no sign of the future.")
     else:
         sentences.append(
-            f"Every date lies after the model's cutoff ({evidence.cutoff}): it cannot have seen any."
+            f"Every date lies after the model's cutoff ({evidence.cutoff}): it cannot know one."
         )
     return Judgement(
         verdict="skill", summary=tuple(sentences), channels=skilled, cautions=tuple(cautions)

@@ -1,0 +1,100 @@
+"""How much data a statement needs.
+
+Owns the least sizes of docs/audit.md and what could have been seen at the size there is. The
+invariant: a panel that is too small yields a reason, in numbers, never a figure.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from headrace.audit.channels import entity_rows
+from headrace.audit.measure import Layout, Measurement, num_usable_blocks
+from headrace.audit.records import PanelRecord
+from headrace.audit.resample import MIN_BLOCKS
+from headrace.audit.tables import total_variance
+
+if TYPE_CHECKING:
+    from headrace.audit.config import AuditConfig
+    from headrace.audit.panel import Panel
+    from headrace.audit.records import Channel
+
+_POWER = 0.8416  # standard normal quantile of 80%
+
+
+def hopeless(panel: Panel, config: AuditConfig) -> tuple[str, ...]:
+    """Why nothing at all can be said; empty where something can."""
+    common = len(np.unique(panel.session[panel.embedded_rows]))
+    entity = len(np.unique(panel.session[entity_rows(panel)]))
+    reasons = []
+    if common < config.min_dates_common and entity < config.min_dates_entity:
+        reasons.append(
+            f"{common} dates have an embedding and {entity} have at least two: "
+            f"{config.min_dates_common} are needed to test what entities do together, "
+            f"{config.min_dates_entity} to test how they differ."
+        )
+    if num_usable_blocks(panel) < MIN_BLOCKS:
+        reasons.append(
+            f"The dates make {num_usable_blocks(panel)} blocks; at least {MIN_BLOCKS} are needed."
+        )
+    return tuple(reasons)
+
+
+def sides(panel: Panel, cutoff_session: int | None) -> tuple[int, int]:
+    """Sessions with an embedded row before and after a cutoff; (0, 0) without one."""
+    if cutoff_session is None:
+        return 0, 0
+    sessions = np.unique(panel.session[panel.embedded_rows])
+    before = int(np.count_nonzero(sessions < cutoff_session))
+    return before, len(sessions) - before
+
+
+def too_few_shifts(layout: Layout) -> str:
+    """Why shifted dates cannot reach the level; "" where they can.
+
+    Max-T over models keeps the smallest p-value at ``1 / (1 + B)``; the channels of one model
+    are still asked to be separable one by one, so that one rare shift decides nothing alone.
+    """
+    if layout.refusal or not layout.channels:
+        return ""
+    num_shifts, level = len(layout.offsets), layout.config.level
+    needed = int(np.ceil(len(layout.channels) / level)) - 1
+    if num_shifts >= needed:
+        return ""
+    return (
+        f"{num_shifts} shifts of the dates are admissible; {needed} are needed at level {level:g}."
+    )
+
+
+def detectable_skill(measured: Measurement, layout: Layout, channel: Channel) -> float:
+    """Share of var(y) that a channel's skill needed to be seen with 80% probability."""
+    share = float(layout.views[channel].target.var()) / total_variance(layout)
+    skill = measured.skill[channel]
+    if len(skill.null) > 1:
+        limit = np.quantile(skill.null, 1 - layout.config.level) + _POWER * skill.null.std(ddof=1)
+        return float(max(limit, 0.0) ** 2) * share
+    estimate = measured.forward[channel]
+    # With S the share explained, the covariance is S and its error about sqrt(S / blocks).
+    quantiles = 1.645 + _POWER
+    return float(quantiles**2 / estimate.num_blocks) * share
+
+
+def panel_record(panel: Panel) -> PanelRecord:
+    """The panel as the result describes it."""
+    return PanelRecord(
+        name=panel.name,
+        sha256=panel.sha256(),
+        num_rows=len(panel.embedded_rows),
+        num_matrix_rows=panel.num_rows,
+        num_entities=panel.num_entities,
+        num_dates=panel.num_sessions,
+        first_date=panel.date_text(0),
+        last_date=panel.date_text(panel.num_sessions - 1),
+        coverage=panel.coverage,
+        label_sessions=panel.label_sessions,
+        features=panel.feature_names,
+        dropped=dict(panel.dropped),
+        notes=panel.notes,
+    )

@@ -1,0 +1,171 @@
+"""The audit, from panel and embeddings to the result.
+
+Owns the entry point and the order of the work: names and stacks are checked before anything is
+computed, twins are measured first, then models, and all models are judged together at the end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from headrace import __version__
+from headrace.audit import limits
+from headrace.audit.combine import reduction_record, slope_figures
+from headrace.audit.conclude import AuditedModel, hopeless_record, judge_all
+from headrace.audit.config import AuditConfig, parse_date
+from headrace.audit.measure import Layout, Measurement, build_layout, measure, project
+from headrace.audit.records import AuditResult, Figure, ReductionRecord
+from headrace.audit.sources import EmbeddingSource, as_source, load
+from headrace.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from headrace.audit.panel import Panel
+    from headrace.audit.sources import Loader
+
+    Array = NDArray[np.float64]
+    Source = EmbeddingSource | NDArray[np.floating] | Path | Loader
+
+
+def run_audit(
+    panel: Panel,
+    embeddings: Mapping[str, Source],
+    cutoffs: Mapping[str, str] | None = None,
+    *,
+    twins: Mapping[str, Source] | None = None,
+    reference: str | None = None,
+    reductions: Sequence[tuple[str, str]] = (),
+    config: AuditConfig | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> AuditResult:
+    """Measure what each model knows of the future, and judge it.
+
+    Args:
+        panel: forecasts and their labels.
+        embeddings: by model name, a row for each embedded panel row: an array, an ``.npy`` path,
+            a callable from row positions to vectors, or an :class:`EmbeddingSource`.
+        cutoffs: knowledge cutoff of each model, ISO text (a plain date means its end). Models
+            without one are ``not_identified``.
+        twins: untrained networks of the same shape, at least 4, whose mean prediction is the
+            reference of the contamination contrast. Without them it is the constant.
+        reference: a model of ``embeddings`` to be the reference instead, known to be of its
+            time (a point-in-time model).
+        reductions: (base, trained) pairs of models to compare.
+        config: settings.
+        progress: is told what is being done.
+
+    Raises:
+        ConfigError: names that do not match, or embeddings of different stacks.
+        DataError: a panel or embedding that cannot be audited; rows are named.
+    """
+    config = config or AuditConfig()
+    say = progress or (lambda _: None)
+    sources = {name: as_source(values) for name, values in embeddings.items()}
+    twin_sources = {name: as_source(values) for name, values in (twins or {}).items()}
+    cutoffs = dict(cutoffs or {})
+    _check_names(sources, twin_sources, cutoffs, reference, reductions)
+    mixed = _check_stacks(sources, config)
+    hopeless = limits.hopeless(panel, config)
+    layout = None if hopeless else build_layout(panel, config)
+
+    measured_twins: list[Measurement] = []
+    for name, source in twin_sources.items():
+        values, _ = load(name, source, panel)
+        if layout is not None:
+            say(f"twin {name}")
+            values = project(values, config.twin_max_dimension, config.seed)
+            measured_twins.append(measure(values, layout, shifts=False, tables=False))
+    models: list[AuditedModel] = []
+    for name, source in sources.items():
+        values, embedding = load(name, source, panel)
+        measured = None
+        if layout is not None:
+            say(f"model {name}")
+            measured = measure(values, layout, tables=config.tables)
+        models.append(
+            AuditedModel(
+                name=name,
+                source=source,
+                cutoff=cutoffs.get(name),
+                measured=measured,
+                embedding=embedding,
+            )
+        )
+    say("verdicts")
+    warnings = list(panel.notes)
+    if layout is None:
+        records = tuple(hopeless_record(model, hopeless, config) for model in models)
+        compared: tuple[ReductionRecord, ...] = ()
+        slope: dict[str, Figure] = {}
+    else:
+        records = judge_all(models, measured_twins, layout, reference, warnings)
+        compared = tuple(reduction_record(pair, models, layout) for pair in reductions)
+        slope = slope_figures(models, layout)
+    if mixed:
+        warnings.append("Embeddings of different stacks are compared, because this was asked for.")
+    return AuditResult(
+        panel=limits.panel_record(panel),
+        models=records,
+        settings=_settings(config, layout),
+        stacks={source.fingerprint: dict(source.stack) for source in sources.values()},
+        headrace_version=__version__,
+        mixed_stacks=mixed,
+        twins=tuple(twin_sources),
+        reductions=compared,
+        slope=slope,
+        warnings=tuple(warnings),
+    )
+
+
+def _settings(config: AuditConfig, layout: Layout | None) -> dict[str, Any]:
+    settings = asdict(config) | {"embargoes": list(config.embargoes)}
+    if layout is not None:
+        settings["split_date"] = str(layout.split_date.astype("datetime64[D]"))
+        settings["block_sessions"] = layout.length
+        settings["num_shifts"] = len(layout.offsets)
+    return settings
+
+
+def _check_names(
+    sources: Mapping[str, EmbeddingSource],
+    twins: Mapping[str, EmbeddingSource],
+    cutoffs: Mapping[str, str],
+    reference: str | None,
+    reductions: Sequence[tuple[str, str]],
+) -> None:
+    if not sources:
+        raise ConfigError("no embeddings were given", remedy="give --embeddings NAME=FILE.npy")
+    known = f"models here: {', '.join(sources)}"
+    for name, text in cutoffs.items():
+        if name not in sources:
+            raise ConfigError(f"a cutoff was given for {name!r}, which has no embeddings; {known}")
+        parse_date(text, f"cutoff of {name!r}")
+    both = sorted(set(sources) & set(twins))
+    if both:
+        raise ConfigError(f"{', '.join(both)}: both a model and a twin")
+    if reference is not None and reference not in sources:
+        raise ConfigError(f"reference {reference!r} has no embeddings; {known}")
+    for pair in reductions:
+        for name in pair:
+            if name not in sources:
+                raise ConfigError(f"reduction {pair}: {name!r} has no embeddings; {known}")
+
+
+def _check_stacks(sources: Mapping[str, EmbeddingSource], config: AuditConfig) -> bool:
+    by_stack: dict[str, list[str]] = {}
+    for name, source in sources.items():
+        by_stack.setdefault(source.fingerprint, []).append(name)
+    if len(by_stack) > 1 and not config.allow_mixed_stacks:
+        groups = "; ".join(f"{key}: {', '.join(names)}" for key, names in by_stack.items())
+        raise ConfigError(
+            f"embeddings come from {len(by_stack)} different stacks ({groups}); figures move with "
+            "the stack, so they are not compared",
+            remedy="embed all models on one stack, or pass --allow-mixed-stacks and read the mark",
+        )
+    return len(by_stack) > 1
