@@ -76,8 +76,12 @@ def plan(
     tokens: Annotated[str | None, typer.Option(help="Tokens to train on, such as 1B.")] = None,
     price: Annotated[float | None, typer.Option(min=0, help="Of one card and hour.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    list_models: Annotated[bool, typer.Option(help="List the shipped configurations.")] = False,
-    list_gpus: Annotated[bool, typer.Option(help="List the cards of the table.")] = False,
+    list_models: Annotated[
+        bool, typer.Option("--list-models", help="List the shipped configurations.")
+    ] = False,
+    list_gpus: Annotated[
+        bool, typer.Option("--list-gpus", help="List the cards of the table.")
+    ] = False,
 ) -> None:
     """Predict memory, speed, hours and money of a run. Loads no weights, uses no network.
 
