@@ -62,8 +62,13 @@ def as_source(values: EmbeddingSource | NDArray[np.floating] | Path | Loader) ->
     if isinstance(values, EmbeddingSource):
         return values
     if isinstance(values, Path):
-        return EmbeddingSource(values=values, source=values.name)
+        return source_from_file(values)
     return EmbeddingSource(values=values)
+
+
+def source_from_file(path: Path) -> EmbeddingSource:
+    """Vectors in an ``.npy`` file, whose stack is unknown, or in a file that ``embed`` wrote."""
+    return EmbeddingSource(values=path, source=path.name)
 
 
 def load(

@@ -1,0 +1,81 @@
+"""What a user asks of an audit, from command-line pairs.
+
+Owns the parsing of ``NAME=VALUE`` options and the assembly of one request; a YAML recipe
+(:mod:`headrace.audit.recipe`) gives the same request. The invariant: every name and file is
+checked before anything is computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headrace.audit.config import AuditConfig
+from headrace.audit.run import run_audit
+from headrace.audit.sources import EmbeddingSource, source_from_file
+from headrace.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from headrace.audit.panel import Panel
+    from headrace.audit.records import AuditResult
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditRequest:
+    """Everything :func:`headrace.audit.run_audit` is given."""
+
+    panel: Panel
+    embeddings: dict[str, EmbeddingSource]
+    cutoffs: dict[str, str] = field(default_factory=dict)
+    twins: dict[str, EmbeddingSource] = field(default_factory=dict)
+    reference: str | None = None
+    reductions: tuple[tuple[str, str], ...] = ()
+    config: AuditConfig = field(default_factory=AuditConfig)
+
+    def run(self, progress: Callable[[str], None] | None = None) -> AuditResult:
+        """Do it."""
+        return run_audit(
+            self.panel,
+            self.embeddings,
+            self.cutoffs,
+            twins=self.twins,
+            reference=self.reference,
+            reductions=self.reductions,
+            config=self.config,
+            progress=progress,
+        )
+
+
+def pairs(options: Sequence[str], flag: str) -> dict[str, str]:
+    """``["a=x", "b=y"]`` as a dictionary.
+
+    Raises:
+        ConfigError: an option without ``=``, an empty side, or a name given twice.
+    """
+    found: dict[str, str] = {}
+    for option in options:
+        name, separator, value = option.partition("=")
+        if not separator or not name or not value:
+            raise ConfigError(f"{flag} {option!r} is not NAME=VALUE")
+        if name in found:
+            raise ConfigError(f"{flag} gives {name!r} twice")
+        found[name] = value
+    return found
+
+
+def file_sources(options: Sequence[str], flag: str) -> dict[str, EmbeddingSource]:
+    """``NAME=FILE`` options as sources.
+
+    Raises:
+        ConfigError: as :func:`pairs`, or a file that is not there.
+    """
+    sources = {}
+    for name, text in pairs(options, flag).items():
+        path = Path(text)
+        if not path.is_file():
+            raise ConfigError(f"{flag} {name}={text}: no such file")
+        sources[name] = source_from_file(path)
+    return sources

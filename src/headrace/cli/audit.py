@@ -1,0 +1,106 @@
+"""``headrace audit``: what each model knows of the future, from a panel and embeddings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+_PAIR = "May be given several times."
+
+
+@app.command()
+def audit(
+    *,
+    panel: Annotated[
+        Path | None,
+        typer.Option(
+            help="Parquet or CSV with columns entity, date, label_start, label_end, y, any "
+            "numeric features, and optionally embedded (rows that have a vector).",
+        ),
+    ] = None,
+    embeddings: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=FILE", help=f"A model's vectors, .npy or from embed. {_PAIR}"),
+    ] = None,
+    cutoff: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=DATE", help=f"Knowledge cutoff of a model. {_PAIR}"),
+    ] = None,
+    twin: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=FILE", help=f"Vectors of an untrained network. {_PAIR}"),
+    ] = None,
+    reference: Annotated[
+        str | None,
+        typer.Option(help="Model known to be of its time, to compare with instead of twins."),
+    ] = None,
+    reduction: Annotated[
+        list[str] | None,
+        typer.Option(metavar="BASE=TRAINED", help=f"Pair of models to compare. {_PAIR}"),
+    ] = None,
+    split_date: Annotated[
+        str | None, typer.Option(help="Last training date of the chronological arm.")
+    ] = None,
+    shifts: Annotated[int, typer.Option(help="Shifted-date draws.")] = 199,
+    entity_folds: Annotated[int, typer.Option(help="Folds of disjoint entities.")] = 5,
+    tables: Annotated[
+        bool, typer.Option(help="Walk-forward, embargo and evaluation-leakage tables.")
+    ] = True,
+    allow_mixed_stacks: Annotated[
+        bool, typer.Option(help="Compare embeddings of different inference stacks, marked.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Of the offsets and projections.")] = 0,
+    json: Annotated[
+        str | None, typer.Option(metavar="OUT", help="Write the result here; '-' is stdout.")
+    ] = None,
+) -> None:
+    """Judge each model: too_little_data, not_identified, no_detectable_skill, skill or
+    knows_the_future.
+
+    Vectors are matched to the panel's rows (or to those marked embedded) by position. A model
+    that has no --cutoff, or no dates after it, is not_identified.
+    """  # noqa: D205  # typer prints the first paragraph as it stands
+    import sys
+    from json import dumps
+
+    from headrace.audit import AuditConfig, read_panel, to_dict, write_json
+    from headrace.audit.request import AuditRequest, file_sources, pairs
+    from headrace.audit.threads import all_cores
+    from headrace.errors import ConfigError
+
+    if panel is None:
+        raise ConfigError("no panel was given", remedy="give --panel PANEL.parquet")
+    request = AuditRequest(
+        panel=read_panel(panel),
+        embeddings=file_sources(embeddings or (), "--embeddings"),
+        cutoffs=pairs(cutoff or (), "--cutoff"),
+        twins=file_sources(twin or (), "--twin"),
+        reference=reference,
+        reductions=tuple(pairs(reduction or (), "--reduction").items()),
+        config=AuditConfig(
+            split_date=split_date,
+            num_shifts=shifts,
+            entity_folds=entity_folds,
+            tables=tables,
+            allow_mixed_stacks=allow_mixed_stacks,
+            seed=seed,
+        ),
+    )
+    with all_cores():
+        result = request.run(progress=lambda text: print(text, file=sys.stderr, flush=True))
+    if json == "-":
+        print(dumps(to_dict(result), ensure_ascii=False, allow_nan=False))
+        return
+    for warning in result.warnings:
+        print(f"note: {warning}")
+    for model in result.models:
+        print(f"{model.name}: {model.verdict}")
+        for sentence in (*model.summary, *model.cautions):
+            print(f"  {sentence}")
+    if json is not None:
+        write_json(result, Path(json))
+        print(f"result: {json}")
