@@ -253,6 +253,15 @@ def test_yaml_gives_model_and_batch(tmp_path):
     assert job["accumulation"] == 4
 
 
+def test_yaml_with_the_models_configuration_inside(tmp_path):
+    path = tmp_path / "scratch.yaml"
+    config = find_model("Qwen/Qwen3-0.6B").config
+    path.write_text(json.dumps({"model_config": config, "max_length": 512, "max_steps": 10}))
+    out = json.loads(run(str(path), "--gpu", "h200", "--json").stdout)
+    assert out["model"]["num_parameters"] == 596_049_920
+    assert out["job"]["num_tokens"] == 10 * 8 * 512
+
+
 def test_folder_with_a_config(tmp_path):
     config = find_model("Qwen/Qwen3-0.6B").config
     (tmp_path / "config.json").write_text(json.dumps(config))

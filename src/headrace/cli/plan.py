@@ -90,7 +90,7 @@ def plan(
     """
     from headrace.plan.predict import predict
     from headrace.plan.render import render
-    from headrace.plan.source import find_model, read_training_yaml
+    from headrace.plan.source import find_model, inline_model, read_training_yaml
 
     if list_models or list_gpus:
         _list(models=list_models, gpus=list_gpus)
@@ -103,7 +103,7 @@ def plan(
         for note in notes:
             typer.echo(f"{config}: {note}", err=True)
     named = model or settings.get("model_name_or_path") or settings.get("model_config")
-    if not isinstance(named, str):
+    if not isinstance(named, (str, dict)):
         raise ConfigError(
             "no model is named",
             remedy="give --model NAME_OR_FOLDER, or a YAML with model_name_or_path; "
@@ -130,7 +130,8 @@ def plan(
         tokens=tokens,
         price=price,
     )
-    result = predict(find_model(named), job, machine)
+    source = find_model(named) if isinstance(named, str) else inline_model(str(config), named)
+    result = predict(source, job, machine)
     if json:
         from json import dumps
 

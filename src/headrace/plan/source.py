@@ -84,6 +84,13 @@ def find_model(name: str) -> ModelSource:
     )
 
 
+def inline_model(name: str, config: dict[str, Any]) -> ModelSource:
+    """A configuration that stands in a training YAML itself, under ``model_config``."""
+    return ModelSource(
+        name=name, origin=f"model_config in {name}", config=config, sources={}, runs=()
+    )
+
+
 def read_training_yaml(path: Path) -> dict[str, Any]:
     """A training YAML as a mapping; only the keys that decide sizes are looked at later.
 
