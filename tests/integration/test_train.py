@@ -104,7 +104,7 @@ def test_a_run_learns_and_leaves_what_it_promises(run_config, tiny_model, tmp_pa
 @pytest.mark.parametrize(("family", "tied"), VARIANTS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_resume_is_bitwise(run_config, tiny_model, tmp_path, family, tied, dtype):
-    """Stopped after steps 3 and 5, inside epochs, a run ends with the bits of an undisturbed one."""
+    """Stopped after steps 3 and 5, inside epochs, a run ends with the bits of a whole one."""
     common = {
         "model_config": tiny_model(family, tied=tied),
         "dtype": dtype,
