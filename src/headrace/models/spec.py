@@ -68,8 +68,10 @@ class ModelSpec:
         _refuse_switches(self.config)
         attention.register()
         with torch.device("meta"):
+            # A copy of its own: building another model from ``self.config`` would change the
+            # attention of this one.
             self.model: nn.Module = AutoModelForCausalLM.from_config(
-                self.config,
+                copy.deepcopy(self.config),
                 dtype=torch.float32,
                 attn_implementation=attention.IMPLEMENTATION,
                 trust_remote_code=False,
