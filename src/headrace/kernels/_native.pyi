@@ -1,4 +1,4 @@
-"""Types of the compiled module; ``csrc/module.cpp`` is its source."""
+# Types of the compiled module; csrc/module.cpp is its source.
 
 from typing import Any
 

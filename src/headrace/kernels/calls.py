@@ -12,135 +12,25 @@ the headroom alone (the gradient is scanned); 14 with neither (a dry run).
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from headrace.errors import NumericsError
-from headrace.kernels.coefficients import Coefficients, coefficients
-from headrace.kernels.headroom import (
-    AMPLE,
-    FINITE,
-    FINITE_SPLIT,
-    Headroom,
-    Limits,
-    Operation,
-    results_stay_finite,
-)
+from headrace.kernels.arrays import Arrays, check_arrays
+from headrace.kernels.coefficients import coefficients
+from headrace.kernels.headroom import AMPLE, FINITE, FINITE_SPLIT, Operation, results_stay_finite
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from headrace.kernels.arrays import Backend, PoolLike
+    from headrace.kernels.coefficients import Coefficients
+    from headrace.kernels.headroom import Headroom
+
     Float32 = NDArray[np.float32]
     UInt16 = NDArray[np.uint16]
     Int16 = NDArray[np.int16]
-
-
-class PoolLike(Protocol):
-    """A set of threads of a backend."""
-
-    @property
-    def num_threads(self) -> int:
-        """Threads that work at once, the caller's included."""
-
-    def close(self) -> None:
-        """End the threads."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arrays:
-    """The flat arrays of one call, all of length n: either ``hi`` and ``lo`` or ``weight``."""
-
-    hi: UInt16 | None = None
-    lo: Int16 | None = None
-    weight: Float32 | None = None
-    exp_avg: Float32
-    exp_avg_sq: Float32
-    grad: NDArray[Any]
-    """uint16 (bf16 bits) or float32."""
-
-
-class Backend(Protocol):
-    """What a backend does with arrays that have been checked."""
-
-    @property
-    def name(self) -> str:
-        """``native`` or ``reference``."""
-
-    @property
-    def instruction_set(self) -> str:
-        """What runs the loops."""
-
-    def make_pool(self, num_threads: int) -> PoolLike:
-        """A pool of this backend."""
-
-    def apply(
-        self,
-        operation: Operation,
-        arrays: Arrays,
-        c: Coefficients,
-        limits: Limits,
-        *,
-        store: bool,
-        pool: Any,
-    ) -> bool:
-        """Evaluate, and store when asked; whether any result is beyond the limits."""
-
-    def largest(self, grad: NDArray[Any], pool: Any) -> float:
-        """The largest magnitude; NaN if there is one, else infinity if there is one."""
-
-    def split(self, value: Float32, hi: UInt16, lo: Int16, *, store: bool, pool: Any) -> bool:
-        """Whether every ``hi`` is finite; stores the planes when asked."""
-
-    def join(self, hi: UInt16, lo: Int16, out: Float32, pool: Any) -> None:
-        """Join the planes into ``out``."""
-
-    def touch(self, data: NDArray[np.uint8], pool: Any) -> None:
-        """Write one byte of every page."""
-
-
-def _check(kinds: dict[str, tuple[Any, tuple[type, ...], bool]]) -> None:
-    """Refuse arrays that a kernel would misread.
-
-    Args:
-        kinds: By name: the array, the element types allowed, whether it is written to.
-
-    Raises:
-        TypeError: Not an array, or of another element type.
-        ValueError: Not flat, contiguous, aligned, writeable, of one length, or overlapping.
-    """
-    length: tuple[str, int] | None = None
-    spans: list[tuple[int, int, str, bool]] = []
-    for name, (array, types, is_written) in kinds.items():
-        if not isinstance(array, np.ndarray):
-            raise TypeError(f"{name} is a {type(array).__name__}; the kernels take numpy arrays")
-        if array.dtype.type not in types or not array.dtype.isnative:
-            wanted = " or ".join(np.dtype(kind).name for kind in types)
-            raise TypeError(f"{name} holds {array.dtype}; the kernels take {wanted}")
-        if array.ndim != 1 or not array.flags.c_contiguous:
-            raise ValueError(
-                f"{name} has shape {array.shape} and strides {array.strides}; the kernels take "
-                "flat contiguous arrays, in place"
-            )
-        if not array.flags.aligned:
-            raise ValueError(f"{name} does not start at a multiple of {array.itemsize} bytes")
-        if is_written and not array.flags.writeable:
-            raise ValueError(f"{name} is read-only and would be written to")
-        if length is None:
-            length = (name, len(array))
-        elif length[1] != len(array):
-            raise ValueError(
-                f"{name} has {len(array)} elements and {length[0]} has {length[1]}; "
-                "all arrays of a call belong to the same parameters"
-            )
-        address = array.__array_interface__["data"][0]
-        spans.append((address, address + array.nbytes, name, is_written))
-    spans.sort()
-    for (_, end, name, is_written), (begin, _, other, other_written) in itertools.pairwise(spans):
-        if begin < end and (is_written or other_written):
-            raise ValueError(f"{name} and {other} overlap in memory")
 
 
 class HostKernels:
@@ -204,7 +94,14 @@ class HostKernels:
             weight_decay=weight_decay, grad_scale=grad_scale,
         )  # fmt: skip
         arrays = Arrays(hi=hi, lo=lo, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, grad=grad)
-        return self._call(Operation.UPDATE, arrays, factors, pool, headroom, largest_grad)
+        return self._call(
+            Operation.UPDATE,
+            arrays,
+            factors,
+            pool=pool,
+            headroom=headroom,
+            largest_grad=largest_grad,
+        )
 
     def adamw_float32(
         self,
@@ -230,7 +127,14 @@ class HostKernels:
             weight_decay=weight_decay, grad_scale=grad_scale,
         )  # fmt: skip
         arrays = Arrays(weight=weight, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, grad=grad)
-        return self._call(Operation.UPDATE, arrays, factors, pool, headroom, largest_grad)
+        return self._call(
+            Operation.UPDATE,
+            arrays,
+            factors,
+            pool=pool,
+            headroom=headroom,
+            largest_grad=largest_grad,
+        )
 
     def invert_split(
         self,
@@ -257,7 +161,14 @@ class HostKernels:
             weight_decay=weight_decay, grad_scale=grad_scale,
         )  # fmt: skip
         arrays = Arrays(hi=hi, lo=lo, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, grad=grad)
-        return self._call(Operation.INVERT, arrays, factors, pool, headroom, largest_grad)
+        return self._call(
+            Operation.INVERT,
+            arrays,
+            factors,
+            pool=pool,
+            headroom=headroom,
+            largest_grad=largest_grad,
+        )
 
     def invert_float32(
         self,
@@ -283,7 +194,14 @@ class HostKernels:
             weight_decay=weight_decay, grad_scale=grad_scale,
         )  # fmt: skip
         arrays = Arrays(weight=weight, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, grad=grad)
-        return self._call(Operation.INVERT, arrays, factors, pool, headroom, largest_grad)
+        return self._call(
+            Operation.INVERT,
+            arrays,
+            factors,
+            pool=pool,
+            headroom=headroom,
+            largest_grad=largest_grad,
+        )
 
     def correct_split(
         self,
@@ -311,7 +229,14 @@ class HostKernels:
             weight_decay=weight_decay, applied_scale=applied_scale, scale=scale,
         )  # fmt: skip
         arrays = Arrays(hi=hi, lo=lo, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, grad=grad)
-        return self._call(Operation.CORRECT, arrays, factors, pool, headroom, largest_grad)
+        return self._call(
+            Operation.CORRECT,
+            arrays,
+            factors,
+            pool=pool,
+            headroom=headroom,
+            largest_grad=largest_grad,
+        )
 
     def correct_float32(
         self,
@@ -338,7 +263,14 @@ class HostKernels:
             weight_decay=weight_decay, applied_scale=applied_scale, scale=scale,
         )  # fmt: skip
         arrays = Arrays(weight=weight, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, grad=grad)
-        return self._call(Operation.CORRECT, arrays, factors, pool, headroom, largest_grad)
+        return self._call(
+            Operation.CORRECT,
+            arrays,
+            factors,
+            pool=pool,
+            headroom=headroom,
+            largest_grad=largest_grad,
+        )
 
     def split_float32(self, value: Float32, hi: UInt16, lo: Int16, *, pool: Any = None) -> bool:
         """Store fp32 values as planes; False, with both untouched, if a ``hi`` is not finite.
@@ -346,7 +278,7 @@ class HostKernels:
         ``hi`` is the value rounded to bf16, half away from zero; ``(hi << 16) + lo`` gives back
         every bit. NaN, infinities and the 65,536 finite values that round to them are refused.
         """
-        _check({
+        check_arrays({
             "value": (value, (np.float32,), False),
             "hi": (hi, (np.uint16,), True),
             "lo": (lo, (np.int16,), True),
@@ -357,7 +289,7 @@ class HostKernels:
 
     def join_float32(self, hi: UInt16, lo: Int16, out: Float32, *, pool: Any = None) -> None:
         """Write the fp32 values of two planes to ``out``."""
-        _check({
+        check_arrays({
             "hi": (hi, (np.uint16,), False),
             "lo": (lo, (np.int16,), False),
             "out": (out, (np.float32,), True),
@@ -366,7 +298,7 @@ class HostKernels:
 
     def touch(self, data: NDArray[np.uint8], *, pool: Any = None) -> None:
         """Have the system back every page of a fresh mapping; the contents are lost."""
-        _check({"data": (data, (np.uint8,), True)})
+        check_arrays({"data": (data, (np.uint8,), True)})
         self.backend.touch(data, pool)
 
     def _call(
@@ -374,6 +306,7 @@ class HostKernels:
         operation: Operation,
         arrays: Arrays,
         c: Coefficients,
+        *,
         pool: Any,
         headroom: Headroom | None,
         largest_grad: float | None,
@@ -388,7 +321,7 @@ class HostKernels:
         else:
             kinds["hi"] = (arrays.hi, (np.uint16,), True)
             kinds["lo"] = (arrays.lo, (np.int16,), True)
-        _check(kinds)
+        check_arrays(kinds)
         if len(arrays.grad) == 0:
             return True
         finite = FINITE if arrays.weight is not None else FINITE_SPLIT

@@ -11,7 +11,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import ConfigError
-from headrace.kernels.calls import Arrays, HostKernels
+from headrace.kernels.calls import HostKernels
 
 try:
     from headrace.kernels import _native
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from headrace.kernels.arrays import Arrays
     from headrace.kernels.coefficients import Coefficients
     from headrace.kernels.headroom import Limits, Operation
 
@@ -78,13 +79,17 @@ class NativeBackend:
         pool: Any,
     ) -> bool:
         """Evaluate, and store when asked; whether any result is beyond the limits."""
-        master = (arrays.hi, arrays.lo) if arrays.weight is None else (arrays.weight,)
-        function = _native.apply_split if arrays.weight is None else _native.apply_float32
-        return function(
-            self.instruction_set, int(operation), store, *master, arrays.exp_avg,
-            arrays.exp_avg_sq, arrays.grad, c.packed, limits.weight, limits.exp_avg,
-            limits.exp_avg_sq, pool,
+        # One after the other: isa, operation, store, the master's planes, the rest.
+        rest = (
+            arrays.exp_avg, arrays.exp_avg_sq, arrays.grad, c.packed,
+            limits.weight, limits.exp_avg, limits.exp_avg_sq, pool,
         )  # fmt: skip
+        isa, number = self.instruction_set, int(operation)
+        if arrays.weight is not None:
+            return _native.apply_float32(isa, number, store, arrays.weight, *rest)
+        assert arrays.hi is not None
+        assert arrays.lo is not None
+        return _native.apply_split(isa, number, store, arrays.hi, arrays.lo, *rest)
 
     def largest(self, grad: NDArray[Any], pool: Any) -> float:
         """The largest magnitude; NaN if there is one, else infinity if there is one."""

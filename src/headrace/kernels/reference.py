@@ -28,13 +28,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headrace.kernels.calls import Arrays, HostKernels
-from headrace.kernels.headroom import Limits, Operation
+from headrace.kernels.calls import HostKernels
+from headrace.kernels.headroom import Operation
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from headrace.kernels.arrays import Arrays
     from headrace.kernels.coefficients import Coefficients
+    from headrace.kernels.headroom import Limits
 
     Float32 = NDArray[np.float32]
 
@@ -103,10 +105,11 @@ def inverted(
     """Weight and moments before an AdamW step, from those after it, up to rounding."""
     grad = grad * c.grad_scale
     step = c.step_size * _direction(exp_avg, exp_avg_sq, c) + c.decay * weight
-    first = _flushed((exp_avg - c.one_minus_beta1 * grad) / c.beta1)
-    second = (exp_avg_sq - (c.one_minus_beta2 * grad) * grad) / c.beta2
+    first = _flushed(np.divide(exp_avg - c.one_minus_beta1 * grad, c.beta1))
+    second: Float32 = np.divide(exp_avg_sq - (c.one_minus_beta2 * grad) * grad, c.beta2)
     second = _flushed(np.where(second < 0, np.float32(0), second))
-    return weight + step * c.inverse_keep, first, second
+    restored: Float32 = np.add(weight, step * c.inverse_keep)
+    return restored, first, second
 
 
 def corrected(

@@ -113,7 +113,7 @@ class Arena:
 
     def _register(self) -> None:
         address = self.numpy(0, self.num_bytes, np.uint8).__array_interface__["data"][0]
-        runtime: Any = torch.cuda.cudart()
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         code = int(runtime.cudaHostRegister(address, self.num_bytes, _CUDA_PORTABLE))
         if code != 0:
             raise CapacityError(

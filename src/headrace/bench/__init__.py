@@ -1,0 +1,1 @@
+"""Measured figures with the ceilings of the same run: what ``headrace bench`` prints."""
