@@ -51,29 +51,33 @@ def test_instruction_set_level(tmp_path, flags, level, status):
     assert found.status == status
 
 
-def test_container_limit_below_the_machine_is_shown(tmp_path):
-    write(
-        tmp_path,
-        {
-            "proc/meminfo": "MemTotal: 67108864 kB\nMemAvailable: 33554432 kB\n",
-            "sys/fs/cgroup/memory.max": str(16 * GIB),
-        },
-    )
+MEMORY = {
+    "proc/meminfo": "MemTotal: 67108864 kB\nMemAvailable: 33554432 kB\n",
+    "proc/self/statm": "10 5 0 0 0 0 0\n",
+}
+
+
+def test_container_limit_is_shown_with_what_is_left(tmp_path):
+    group = {"memory.max": str(16 * GIB), "memory.current": str(GIB)}
+    files = {f"sys/fs/cgroup/{name}": text for name, text in group.items()}
+    write(tmp_path, {**MEMORY, **files, "proc/self/cgroup": "0::/\n"})
     findings = host.check_memory(tmp_path)
     assert one(findings, "container limit").value == "16.00 GiB"
-    assert "32.00 GiB available of 64.00 GiB" in one(findings, "host memory").value
+    assert one(findings, "host memory").value == "15.00 GiB available of 64.00 GiB"
 
 
-@pytest.mark.parametrize("text", ["max", "9223372036854771712"])
-def test_no_container_limit_is_not_reported_as_one(tmp_path, text):
-    write(tmp_path, {"sys/fs/cgroup/memory/memory.limit_in_bytes": text})
-    assert "container limit" not in {f.name for f in host.check_memory(tmp_path)}
+def test_no_container_limit_is_not_reported_as_one(tmp_path):
+    write(tmp_path, {**MEMORY, "proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "max"})
+    findings = host.check_memory(tmp_path)
+    assert "container limit" not in {f.name for f in findings}
+    assert one(findings, "host memory").value == "32.00 GiB available of 64.00 GiB"
 
 
 def test_switched_off_huge_pages_and_overcommit_are_warnings_with_commands(tmp_path):
     write(
         tmp_path,
         {
+            **MEMORY,
             "sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]",
             "proc/sys/vm/overcommit_memory": "2",
         },
@@ -86,7 +90,7 @@ def test_switched_off_huge_pages_and_overcommit_are_warnings_with_commands(tmp_p
 
 
 def test_small_shared_memory_is_a_warning(tmp_path, monkeypatch):
-    write(tmp_path, {"dev/shm/x": ""})
+    write(tmp_path, {**MEMORY, "dev/shm/x": ""})
     monkeypatch.setattr(host.shutil, "disk_usage", lambda _: SimpleNamespace(free=64 << 20))
     found = one(host.check_memory(tmp_path), "/dev/shm")
     assert found.status == "warning"

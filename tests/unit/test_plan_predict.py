@@ -18,7 +18,7 @@ from headrace.plan.architecture import read_architecture
 from headrace.plan.choose import choose
 from headrace.plan.fsdp import OPTIMIZERS, per_card_gigabytes, plan_fsdp
 from headrace.plan.job import THIS_VERSION, Features, Job
-from headrace.plan.machine import Rate, card_names, describe_machine, find_card, host_memory_limit
+from headrace.plan.machine import Rate, card_names, describe_machine, find_card
 from headrace.plan.memory import footprint, state_bytes, usable_device
 from headrace.plan.predict import predict
 from headrace.plan.source import find_model
@@ -309,13 +309,13 @@ def test_card_is_found_by_the_name_its_driver_reports(reported, name):
     assert find_card(reported)[0] == name
 
 
-def test_memory_limit_of_a_container_counts(tmp_path):
-    group = tmp_path / "sys/fs/cgroup"
-    group.mkdir(parents=True)
-    (group / "memory.max").write_text("1073741824\n")
-    assert host_memory_limit(tmp_path) == GIB
-    (group / "memory.max").write_text("max\n")
-    assert host_memory_limit(tmp_path) > GIB
+def test_memory_limit_of_this_process_counts(monkeypatch):
+    arguments = ("--model", "Qwen/Qwen3-0.6B", "--json")
+    monkeypatch.setenv("HEADRACE_HOST_MEMORY", "64GiB")
+    roomy = json.loads(run(*arguments).stdout)
+    assert roomy["machine"]["host_memory_bytes"] == {"value": 64 * GIB, "origin": "detected"}
+    monkeypatch.setenv("HEADRACE_HOST_MEMORY", "4GiB")
+    assert run(*arguments).exit_code == 3
 
 
 def test_plan_of_settings_that_this_version_lacks_says_so():

@@ -166,11 +166,18 @@ def _machine(
     update_rate: float | None,
 ) -> Machine:
     from headrace.plan.machine import Rate, describe_machine, detect_machine
+    from headrace.store.host_memory import host_memory as read_host_memory
     from headrace.units import parse_bytes
 
-    memory = None if host_memory is None else parse_bytes(host_memory)
+    memory = None
+    if host_memory is not None:
+        memory = Rate(value=float(parse_bytes(host_memory)), origin="given")
     given_disk = None if disk is None else Rate(value=float(parse_bytes(disk)), origin="given")
     if gpu is None:
+        if memory is None:
+            here = read_host_memory()
+            limit = here.override or here.cgroup_limit or here.total
+            memory = Rate(value=float(limit), origin="detected")
         found = detect_machine(update_gparams=update_rate, host_bytes=memory)
         if gpus is not None:
             if found.is_cpu:
@@ -183,7 +190,7 @@ def _machine(
     return describe_machine(
         gpu=gpu,
         num_gpus=gpus or 1,
-        host_bytes=None if memory is None else Rate(value=float(memory), origin="given"),
+        host_bytes=memory,
         disk_bytes=given_disk,
         cores=cores,
         update_gparams=update_rate,

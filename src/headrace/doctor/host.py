@@ -11,6 +11,7 @@ import shutil
 from pathlib import Path
 
 from headrace.doctor.findings import Finding, Status
+from headrace.store.host_memory import host_memory
 from headrace.units import GIB, MIB, format_bytes
 
 # The levels of the x86-64 psABI that the kernels are compiled for, by the flags they add.
@@ -64,43 +65,26 @@ def check_processor(root: Path = Path("/")) -> list[Finding]:
     ]
 
 
-def _cgroup_limit(root: Path) -> int | None:
-    for name in ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        text = _read(root / name)
-        # Version 1 writes a huge number where there is no limit.
-        if text is not None and text.isdigit() and int(text) < 1 << 60:
-            return int(text)
-    return None
-
-
 def check_memory(root: Path = Path("/")) -> list[Finding]:
     """Memory, the container's limit, huge pages, overcommit, locked and shared memory."""
-    memory = _fields(_read(root / "proc/meminfo"))
-
-    def kib(key: str) -> int:
-        return int(memory.get(key, "0 kB").split()[0]) << 10
-
-    findings = []
-    total, available = kib("MemTotal"), kib("MemAvailable")
-    if total:
-        findings.append(
-            Finding(
-                area="memory",
-                name="host memory",
-                status="ok",
-                value=f"{format_bytes(available)} available of {format_bytes(total)}",
-                detail=f"room for the state of {available * 0.94 / 14 / 1e9:.1f}B parameters "
-                "(14 bytes each, gradients included)",
-            )
+    memory = host_memory(proc=root / "proc", cgroup=root / "sys/fs/cgroup")
+    findings = [
+        Finding(
+            area="memory",
+            name="host memory",
+            status="ok",
+            value=f"{format_bytes(memory.available)} available of {format_bytes(memory.total)}",
+            detail=f"{memory.explain()}; room for the state of {memory.available / 14 / 1e9:.1f}B "
+            "parameters (14 bytes each, gradients included)",
         )
-    limit = _cgroup_limit(root)
-    if limit is not None and (not total or limit < total):
+    ]
+    if memory.cgroup_limit is not None:
         findings.append(
             Finding(
                 area="memory",
                 name="container limit",
                 status="info",
-                value=format_bytes(limit),
+                value=format_bytes(memory.cgroup_limit),
                 detail="beyond it the kernel ends the process; plans hold against this limit",
             )
         )

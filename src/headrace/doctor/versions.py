@@ -137,7 +137,7 @@ def check_versions(gpu_names: tuple[str, ...] = (), lookup: Lookup = installed) 
                     name=name,
                     status="fault",
                     value="not installed",
-                    remedy="pip install headrace (it is required)",
+                    remedy=f"pip install {name}",
                 )
             )
         elif fault is not None:

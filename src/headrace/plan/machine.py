@@ -179,16 +179,15 @@ def describe_machine(
 
 
 def describe_cpu(
-    *, host_bytes: Rate | None, disk_bytes: Rate | None, cores: int, update_gparams: float | None
+    *, host_bytes: Rate, disk_bytes: Rate | None, cores: int, update_gparams: float | None
 ) -> Machine:
     """A machine without a GPU: slots and activations live in host memory too."""
-    memory = host_bytes or Rate(value=float("inf"), origin="assumed")
     copy = Rate(value=10.0, origin="assumed")
     return Machine(
         gpu="cpu",
         title=f"CPU, {cores} cores",
         num_gpus=1,
-        memory_bytes=memory,
+        memory_bytes=host_bytes,
         peak_tflops=None,
         matmul_tflops=Rate(value=CPU_TFLOPS_PER_CORE * cores, origin="assumed"),
         h2d=copy,
@@ -200,20 +199,6 @@ def describe_cpu(
         update=_update_rate(cores, update_gparams),
         cores=cores,
     )
-
-
-def host_memory_limit(root: Path = Path("/")) -> int:
-    """Bytes this process may use: physical memory, or the cgroup's limit where it is lower."""
-    page, pages = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")
-    limits = [page * pages]
-    for name in ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = (root / name).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            limits.append(int(text))
-    return min(limits)
 
 
 def _nvidia_cards() -> list[tuple[str, int]]:
@@ -236,31 +221,28 @@ def _nvidia_cards() -> list[tuple[str, int]]:
     return cards
 
 
-def detect_machine(
-    *, update_gparams: float | None = None, host_bytes: int | None = None
-) -> Machine:
-    """This machine: its NVIDIA cards if the driver lists any, memory, disk and cores.
+def detect_machine(*, host_bytes: Rate, update_gparams: float | None = None) -> Machine:
+    """This machine: its NVIDIA cards if the driver lists any, disk and cores.
+
+    Args:
+        host_bytes: memory that a process may use; the caller knows the container's limits.
+        update_gparams: host update rate, 10^9 parameters a second, if it was measured.
 
     Raises:
         ConfigError: there is a card, but not in the table of rates.
     """
     cores = len(os.sched_getaffinity(0))
-    memory = (
-        Rate(value=float(host_memory_limit()), origin="detected")
-        if host_bytes is None
-        else Rate(value=float(host_bytes), origin="given")
-    )
     disk = Rate(value=float(shutil.disk_usage(Path.cwd()).free), origin="detected")
     cards = _nvidia_cards()
     if not cards:
         return describe_cpu(
-            host_bytes=memory, disk_bytes=disk, cores=cores, update_gparams=update_gparams
+            host_bytes=host_bytes, disk_bytes=disk, cores=cores, update_gparams=update_gparams
         )
     name, card_bytes = cards[0]
     return describe_machine(
         gpu=name,
         num_gpus=len(cards),
-        host_bytes=memory,
+        host_bytes=host_bytes,
         disk_bytes=disk,
         cores=cores,
         update_gparams=update_gparams,

@@ -85,7 +85,7 @@ def state_bytes(num_parameters: int, moments: Moments = "float32") -> int:
 def usable_device(machine: Machine) -> int:
     """Bytes of a card that a plan may fill."""
     if machine.is_cpu:
-        return usable_host(machine) or 1 << 62
+        return int(machine.memory_bytes.value * (1 - HOST_SLACK))
     return int(machine.memory_bytes.value * (1 - DEVICE_SLACK))
 
 
