@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from headrace.audit.panel import iso, name_rows
 from headrace.audit.records import EmbeddingRecord
+from headrace.audit.vector_cache import read_key, read_vectors
 from headrace.errors import DataError
 
 if TYPE_CHECKING:
@@ -67,8 +68,23 @@ def as_source(values: EmbeddingSource | NDArray[np.floating] | Path | Loader) ->
 
 
 def source_from_file(path: Path) -> EmbeddingSource:
-    """Vectors in an ``.npy`` file, whose stack is unknown, or in a file that ``embed`` wrote."""
-    return EmbeddingSource(values=path, source=path.name)
+    """Vectors in an ``.npy`` file, whose stack is unknown, or in one that ``headrace embed`` wrote.
+
+    Raises:
+        DataError: a ``.parquet`` file that ``headrace embed`` did not write.
+    """
+    if path.suffix.lower() != ".parquet":
+        return EmbeddingSource(values=path, source=path.name)
+    key = read_key(path)
+    return EmbeddingSource(
+        values=path,
+        stack=key["stack"],
+        source=key["source"],
+        weights=key["weights"],
+        template=key["template"],
+        pooling=key["pooling"],
+        layer=key["layer"],
+    )
 
 
 def load(
@@ -138,6 +154,8 @@ def _row_count(name: str, count: int, panel: Panel) -> str:
 def _read(name: str, path: Path) -> NDArray[np.floating]:
     if not path.is_file():
         raise DataError(f"embedding {name!r}: no file at {path}")
+    if path.suffix.lower() == ".parquet":
+        return read_vectors(path)
     try:
         values = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError) as error:
