@@ -38,8 +38,7 @@ if TYPE_CHECKING:
 BYTES_MOVED = 26
 """A parameter: reads hi, lo, two moments, bf16 gradient (14); writes all but the gradient (12)."""
 BYTES_SCANNED = 2
-_HYPERPARAMETERS = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
-_LEARNING_RATE = 1e-5
+_LEARNING_RATE, _BETAS, _EPS, _WEIGHT_DECAY = 1e-5, (0.9, 0.999), 1e-8, 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +88,9 @@ class _Torch:
         self._optimizer = torch.optim.AdamW(
             [parameter],
             lr=_LEARNING_RATE,
-            betas=(_HYPERPARAMETERS["beta1"], _HYPERPARAMETERS["beta2"]),
-            eps=_HYPERPARAMETERS["eps"],
-            weight_decay=_HYPERPARAMETERS["weight_decay"],
+            betas=_BETAS,
+            eps=_EPS,
+            weight_decay=_WEIGHT_DECAY,
             fused=True,
         )
         self._optimizer.state[parameter] = {
@@ -178,8 +177,8 @@ def _measure(
         start = time.perf_counter()
         applied = backend.adamw_split(
             hi, lo, exp_avg, exp_avg_sq, grad_bits,
-            step=step, learning_rate=_LEARNING_RATE, grad_scale=1.0, pool=pool,
-            **_HYPERPARAMETERS, **known,
+            step=step, learning_rate=_LEARNING_RATE, beta1=_BETAS[0], beta2=_BETAS[1], eps=_EPS,
+            weight_decay=_WEIGHT_DECAY, pool=pool, **known,
         )  # fmt: skip
         seconds = time.perf_counter() - start
         assert applied
@@ -265,10 +264,12 @@ def describe(figures: UpdateFigures) -> str:
     rates = f", {figures.gigabytes_per_second:.1f} GB/s moved"
     rates += f", {figures.fraction_of_dram:.0%} of the best memory rate"
     memory = f"{best.gigabytes_per_second:.1f} GB/s read + written"
+    setting = f"{figures.processor}, {figures.instruction_set}, {figures.num_threads} threads"
+    ratio = f"Ratio to torch: {figures.ratio_to_torch:.2f}"
+    with_scan = f"with the scan {figures.ratio_to_torch_with_scan:.2f}"
     return "\n".join((
         f"Host update of {figures.num_parameters / 1e6:.0f}M parameters",
-        f"  {figures.processor}, {figures.instruction_set}, {figures.num_threads} threads; "
-        f"medians of {figures.num_rounds} interleaved rounds",
+        f"  {setting}; medians of {figures.num_rounds} interleaved rounds",
         "",
         row("headrace", figures.gparameters_per_second, rates),
         row("  and the gradient scanned", figures.gparameters_per_second_with_scan),
@@ -276,6 +277,5 @@ def describe(figures: UpdateFigures) -> str:
         row(f"torch {figures.torch_version}, with casts", figures.torch_gparameters_per_second),
         f"  {'memory':<32}{memory} ({best.kernel}, {best.num_threads} threads)",
         "",
-        f"Ratio to torch: {figures.ratio_to_torch:.2f}, with the scan "
-        f"{figures.ratio_to_torch_with_scan:.2f}",
+        f"{ratio}, {with_scan}",
     ))  # fmt: skip
