@@ -51,7 +51,7 @@ class ArgumentsView:
         vars(self).update({key: value for key, value in given.items() if key != "engine"})
         self.output_dir = str(config.output_dir)
         self.run_name = config.run_name or config.output_dir.resolve().name
-        self.eval_strategy = config.eval_strategy or "no"
+        self.eval_strategy = config.evaluates
         self.train_batch_size = config.per_device_train_batch_size
         self.eval_batch_size = config.per_device_eval_batch_size
         self.metric_for_best_model = "eval_loss"

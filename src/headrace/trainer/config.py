@@ -257,6 +257,15 @@ class TrainConfig(BaseModel):
             groups=tuple(self.param_groups),
         )
 
+    @property
+    def evaluates(self) -> Literal["no", "steps", "epoch"]:
+        """When to evaluate, decided."""
+        if self.eval_strategy is not None:
+            return self.eval_strategy
+        if not self.eval_datasets:
+            return "no"
+        return "steps" if self.eval_steps else "epoch"
+
     def to_dict(self) -> dict[str, Any]:
         """Every key with its value, as JSON types; :func:`resolve` accepts it again."""
         return self.model_dump(mode="json", by_alias=True)

@@ -147,11 +147,8 @@ def loop_settings(config: TrainConfig, steps_per_epoch: int) -> LoopSettings:
     if num_steps < 0:
         # As transformers: an epoch counts whole steps, and a share of one is rounded up.
         num_steps = -int(-config.num_train_epochs * steps_per_epoch // 1)
-    strategy = config.eval_strategy
-    if strategy is None and config.eval_datasets:
-        strategy = "steps" if config.eval_steps else "epoch"
     eval_steps = save_steps = 0
-    if strategy == "steps" and config.eval_steps:
+    if config.evaluates == "steps" and config.eval_steps:
         eval_steps = preflight.interval(config.eval_steps, num_steps)
     if config.save_strategy == "steps":
         save_steps = preflight.interval(config.save_steps, num_steps)
@@ -160,7 +157,7 @@ def loop_settings(config: TrainConfig, steps_per_epoch: int) -> LoopSettings:
         max_grad_norm=config.max_grad_norm or None,
         logging_steps=preflight.interval(config.logging_steps, num_steps),
         eval_steps=eval_steps,
-        eval_at_epochs=strategy == "epoch",
+        eval_at_epochs=config.evaluates == "epoch",
         save_steps=save_steps,
         save_at_epochs=config.save_strategy == "epoch",
     )
