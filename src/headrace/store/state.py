@@ -94,6 +94,8 @@ class UnitState:
                 f"{param.name} has shape {tuple(value.shape)}, the model's is {param.shape}"
             )
         flat = value.detach().reshape(-1)
+        if flat.dtype == torch.float64:  # before the check: what leaves float32 becomes infinite
+            flat = flat.to(torch.float32)
         if not bool(torch.isfinite(flat).all()):
             raise DataError(f"{param.name} has NaN or infinite values; refusing to load it")
         if self.remainder is None:
