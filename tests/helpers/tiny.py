@@ -5,6 +5,7 @@ Shape legend: B rows, T positions.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch.nn import functional as F  # noqa: N812 - its name everywhere
 from transformers import (
@@ -246,3 +247,10 @@ def relative_error(value, reference):
     """Norm of the difference over the norm of the reference."""
     scale = torch.linalg.vector_norm(reference.double())
     return float(torch.linalg.vector_norm(value.double() - reference.double()) / scale)
+
+
+def half_away(values):
+    """float32 rounded to bfloat16, half away from zero, as float32: the plane that compute uses."""
+    bits = values.contiguous().numpy().view(np.uint32)
+    rounded = (bits + np.uint32(0x8000)) & np.uint32(0xFFFF0000)
+    return torch.from_numpy(rounded.view(np.float32).copy())

@@ -13,6 +13,7 @@ from headrace.models import attention
 from headrace.models.loss import linear_cross_entropy
 from tiny import (
     differing,
+    half_away,
     make_batches,
     make_engine,
     masters,
@@ -153,13 +154,6 @@ def test_overlapped_update_is_the_deferred_one(settings, dtype):
 
 
 # -- the split master ----------------------------------------------------------------------
-
-
-def half_away(values):
-    """float32 rounded to bfloat16, half away from zero, as float32: the plane that compute uses."""
-    bits = values.contiguous().numpy().view(np.uint32)
-    rounded = (bits + np.uint32(0x8000)) & np.uint32(0xFFFF0000)
-    return torch.from_numpy(rounded.view(np.float32).copy())
 
 
 def plain_gradients(model, batches):
