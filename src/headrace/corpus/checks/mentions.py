@@ -1,0 +1,251 @@
+"""Mentions of what comes after the cutoff: years, dates, dated names.
+
+Every mention has the first day it can mean, a kind (how sure it is a date at all) and a
+setting: page furniture, talk about the future ("by 2030"), or body. Only body mentions of a
+sure kind are evidence that a text was edited, or dated wrongly; the others are counted apart.
+
+Days are int32 since 1970-01-01. One search serves all vintages: mentions after the *earliest*
+cutoff are kept with their day, and each vintage counts those after its own.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, date, datetime
+from typing import TYPE_CHECKING
+
+import yaml
+
+from headrace.corpus.checks.furniture import is_furniture
+from headrace.corpus.instants import DAY_US
+from headrace.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MENTION_VERSION = 1
+
+LAST_YEAR = 2100
+MAX_PER_DOCUMENT = 64
+
+BARE_YEAR, CUED_YEAR, FULL_DATE, ENTITY = 1, 2, 3, 4
+KINDS = {BARE_YEAR: "bare year", CUED_YEAR: "year", FULL_DATE: "date", ENTITY: "dated name"}
+BODY, OUTLOOK, FURNITURE = 0, 1, 2
+SETTINGS = {BODY: "body", OUTLOOK: "outlook", FURNITURE: "furniture"}
+_EPOCH = date(1970, 1, 1)
+
+_MONTHS = ["jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec"]
+_MONTH = (
+    r"(jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?"
+    r"|sept?(?:ember)?|oct(?:ober)?|nov(?:ember)?|dec(?:ember)?)\.?"
+)
+_MONTH_BEFORE = re.compile(
+    rf"(?:(\d{{1,2}})(?:st|nd|rd|th)?(?: of)?[ -])?\b{_MONTH}(?:[ -](\d{{1,2}})(?:st|nd|rd|th)?)?,?[ \n-]$",
+    re.IGNORECASE,
+)
+_ISO_AFTER = re.compile(r"[-/.](\d{1,2})(?:[-/.](\d{1,2}))?(?!\d)")
+_SLASHES_BEFORE = re.compile(r"(?<!\d)(\d{1,2})[-/.](\d{1,2})[-/.]$")
+_UNIT_AFTER = re.compile(
+    r" ?-?(?:%|bits?\b|bytes?\b|[kmgt]i?b\b|px\b|pixels?\b|hz\b|[kmg]hz\b|rpm\b|k?m\b|cm\b|mm\b|kg\b"
+    r"|lbs?\b|tons?\b|miles?\b|feet\b|ft\b|dollars?\b|cents?\b|euros?\b|usd\b|people\b|persons\b"
+    r"|shares?\b|units?\b|points?\b|times\b|hours?\b|minutes?\b|seconds?\b|days?\b|weeks?\b"
+    r"|years?\b|users?\b|copies\b|employees\b|votes?\b|words?\b|lines?\b|acres\b|volts?\b|watts?\b)",
+    re.IGNORECASE,
+)
+_NUMBER_BEFORE = re.compile(
+    r"(?:\b(?:pages?|pp?|nos?|number|rfc|iso|din|ieee|ansi|ports?|sections?|sec|room|bugs?|closes|issues?"
+    r"|version|v|model|chapter|item|line|lines|figure|fig|table|id|code|zip|suite|box|error|width|height"
+    r"|size|lp|ms|kb)\b[.:]?|[#$€£¥§№~^=+*<>]) ?#?$",
+    re.IGNORECASE,
+)
+_CUE_BEFORE = re.compile(
+    r"\b(?:in|since|during|until|till|before|after|of|from|to|through|year|years|fiscal|fy|early|late|mid"
+    r"|spring|summer|autumn|fall|winter|q[1-4]|quarter|half|and|between|around|circa|by|for|class of)"
+    r"[ \n-]$|\b[fc]y$|[-–]$",
+    re.IGNORECASE,
+)
+_OUTLOOK = re.compile(
+    r"\b(?:by|until|till|through|will|shall|would|could|should|may|might|must|expect\w*|expir\w*|matur\w*"
+    r"|due|plan\w*|forecast\w*|project\w*|goals?|targets?|next|future|budget\w*|propos\w*|estimat\w*"
+    r"|anticipat\w*|schedul\w*|deadline|horizon|over the|coming|upcoming|no later than|ending|ends?"
+    r"|beginning|starting|hopes?|aims?|intend\w*|deliver\w*|bonds?|notes? due|term|outlook|vision)\b",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Mention:
+    """One mention: the first day it can mean, what it is, where it stands."""
+
+    day: int
+    kind: int
+    setting: int
+    offset: int
+
+
+def year_expression(first: int, last: int = LAST_YEAR) -> str:
+    """A regular expression (for re and RE2) of the years ``first`` to ``last`` as digits."""
+    parts: list[str] = []
+    year = first
+    while year <= last:
+        if year % 100 == 0 and year + 99 <= last:
+            parts.append(f"{year // 100}[0-9][0-9]")
+            year += 100
+        elif year % 10 == 0 and year + 9 <= last:
+            parts.append(f"{year // 10}[0-9]")
+            year += 10
+        else:
+            parts.append(str(year))
+            year += 1
+    return "(?:" + "|".join(parts) + ")"
+
+
+def load_entities(extra: Path | None) -> dict[str, date]:
+    """The built-in dated names and those of a YAML file ``name: first public day``.
+
+    Raises:
+        ConfigError: the file is not such a mapping.
+    """
+    built_in = importlib.resources.files("headrace.corpus.checks") / "entities.yaml"
+    entities: dict[str, date] = yaml.safe_load(built_in.read_text(encoding="utf-8"))
+    if extra is not None:
+        try:
+            loaded = yaml.safe_load(extra.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ConfigError(f"entities_file {extra} cannot be read: {error}") from error
+        if not isinstance(loaded, Mapping) or not all(
+            isinstance(name, str)
+            and name
+            and isinstance(day, date)
+            and not isinstance(day, datetime)
+            for name, day in loaded.items()
+        ):
+            raise ConfigError(
+                f"entities_file {extra} is no mapping of names to days",
+                remedy="write lines such as 'ChatGPT: 2022-11-30'",
+            )
+        entities = {**entities, **loaded}
+    return entities
+
+
+class MentionFinder:
+    """Finds mentions after one instant; made once a worker."""
+
+    def __init__(self, cutoff_us: int, entities: Mapping[str, date]) -> None:
+        """Prepare expressions for everything later than the (earliest) cutoff."""
+        self.cutoff_day = cutoff_us // DAY_US
+        moment = datetime.fromtimestamp(0, UTC).date().toordinal() + self.cutoff_day
+        first_year = min(date.fromordinal(moment + 1).year, LAST_YEAR)
+        later = {
+            name: (day - _EPOCH).days
+            for name, day in entities.items()
+            if (day - _EPOCH).days > self.cutoff_day
+        }
+        self._entity_days = later
+        names = "|".join(re.escape(name) for name in sorted(later, key=lambda n: (-len(n), n)))
+        self._entity = re.compile(rf"(?<!\w)(?:{names})(?!\w)") if later else None
+        years = year_expression(first_year)
+        self._year = re.compile(years)
+        quoted = [years, *(re.escape(name) for name in sorted(later))]
+        self.prefilter = "|".join(quoted)
+        """RE2 expression that every text with a mention matches (and some without)."""
+
+    def find(self, text: str) -> list[Mention]:
+        """Mentions in order of offset, at most ``MAX_PER_DOCUMENT``; the surest are kept."""
+        found = [*self._years(text), *self._entities(text)]
+        if len(found) > MAX_PER_DOCUMENT:
+            found.sort(key=lambda m: (m.setting, -m.kind, m.offset))
+            del found[MAX_PER_DOCUMENT:]
+        found.sort(key=lambda m: (m.offset, m.kind))
+        return found
+
+    def _entities(self, text: str) -> Iterator[Mention]:
+        if self._entity is None:
+            return
+        for match in self._entity.finditer(text):
+            setting = FURNITURE if is_furniture(text, match.start()) else BODY
+            yield Mention(self._entity_days[match[0]], ENTITY, setting, match.start())
+
+    def _years(self, text: str) -> Iterator[Mention]:
+        for match in self._year.finditer(text):
+            start, end = match.span()
+            found = _judge_year(text, start, end)
+            if found is None:
+                continue
+            kind, day = found
+            if day <= self.cutoff_day:
+                continue
+            if is_furniture(text, start):
+                setting = FURNITURE
+            elif _OUTLOOK.search(text, max(0, start - 80), min(len(text), end + 60)):
+                setting = OUTLOOK
+            else:
+                setting = BODY
+            yield Mention(day, kind, setting, start)
+
+
+def _judge_year(text: str, start: int, end: int) -> tuple[int, int] | None:
+    """Kind and first day of the four digits at ``start``, or ``None`` if they are no year."""
+    before = text[max(0, start - 32) : start]
+    after = text[end : end + 16]
+    previous, following = before[-1:], after[:1]
+    if previous.isdigit() or following.isdigit():
+        return None
+    if following.isalpha() or following == "_" or previous in {"_", "@", "&"}:
+        return None
+    if previous.isalpha() and before[-2:].lower() not in {"fy", "cy"}:
+        return None
+    if previous in {".", ","} and before[-2:-1].isdigit() and not _SLASHES_BEFORE.search(before):
+        return None
+    if following in {".", ",", ":"} and after[1:2].isdigit() and not _iso_day(after):
+        return None
+    year = int(text[start:end])
+    if (identifier := _dated_identifier(before, after)) is not None:
+        return (ENTITY, _days(year, 1, 1)) if identifier else None
+    if (iso := _iso_day(after)) is not None:
+        return FULL_DATE, _days(year, *iso)
+    if (named := _MONTH_BEFORE.search(before)) is not None:
+        month = _MONTHS.index(named[2][:3].lower()) + 1
+        day = int(named[3] or named[1] or 1)
+        return FULL_DATE, _days(year, month, day if 1 <= day <= 31 else 1)
+    if (slashes := _SLASHES_BEFORE.search(before)) is not None:
+        first, second = int(slashes[1]), int(slashes[2])
+        month = min(m for m in (first, second, 12) if 1 <= m <= 12)  # the earlier reading
+        return FULL_DATE, _days(year, month, 1)
+    if _UNIT_AFTER.match(after) or _NUMBER_BEFORE.search(before):
+        return None
+    return (CUED_YEAR if _CUE_BEFORE.search(before) else BARE_YEAR), _days(year, 1, 1)
+
+
+def _dated_identifier(before: str, after: str) -> bool | None:
+    """True for CVE-2019-1234 and its like, False for RFC-2046, ``None`` for no identifier."""
+    if before[-1:] not in {"-", "/"} or not before[-2:-1].isalpha():
+        return None
+    prefix = re.search(r"([A-Za-z]+)[-/]$", before)
+    if prefix is None:
+        return None
+    if prefix[1].upper() in {"CVE", "DSA", "USN", "RHSA", "GHSA", "MFSA", "XSA", "SA"}:
+        return after[:1] == "-" and after[1:2].isdigit()
+    if prefix[1][:3].lower() in _MONTHS:
+        return None
+    return None if "/" in before[-1:] else False
+
+
+def _iso_day(after: str) -> tuple[int, int] | None:
+    match = _ISO_AFTER.match(after)
+    if match is None or not 1 <= int(match[1]) <= 12:
+        return None
+    if after[0] == "." and match[2] is None:
+        return None  # 2019.1 is a version
+    day = int(match[2]) if match[2] else 1
+    return int(match[1]), day if 1 <= day <= 31 else 1
+
+
+def _days(year: int, month: int, day: int) -> int:
+    try:
+        return (date(year, month, day) - _EPOCH).days
+    except ValueError:
+        return (date(year, month, 1) - _EPOCH).days

@@ -1,0 +1,234 @@
+"""Texts to token ids, several times faster than the tokenizer library on one core.
+
+Byte-level BPE never merges across the pieces its pre-tokenizer cuts, and every common
+pre-tokenizer cuts (a) before a space that a visible character follows and (b) after a single
+line feed between visible characters (a longer run is cut differently at a text's end). So a text is cut there first, and the ids of each piece are
+remembered: the same words come again and again.
+
+:class:`ReferenceEncoder` is the library itself. :func:`make_encoder` gives the fast one only
+for tokenizers whose parts are known to cut there, and the fast one compares itself with the
+reference on the first texts of every unit: a difference ends its use, and is reported.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+    from tokenizers import Tokenizer
+
+ENCODER_VERSION = 1
+
+_CHECKED_TEXTS = 24
+_CHECKED_CHARS = 60_000
+_REMEMBERED = 300_000
+_LONGEST = 64
+_LINE_STARTS = re.compile(r"(?<=[!-~]\n)(?=[!-~])")
+# Split patterns of published tokenizers (GPT-2, Llama 3, Qwen 2 and later, OLMo 2, DeepSeek …)
+# are told by what matters here: white space is only ever taken as one leading space of a
+# piece, or as a run of its own. These are the white-space parts they may hold.
+_SPACE_PARTS = (
+    r"\s+(?!\S)",
+    r"\s*[\r\n]+",
+    r"\s*[\r\n]",
+    r"[^\r\n\p{L}\p{N}]?",
+    r"[^\r\n\p{L}\p{N}]",
+    r"[^\s\p{L}\p{N}]",
+    r"[^\s\p{L}\p{N}\r\n]",
+    r"\s+",
+    r" ?",
+    r"[\r\n]*",
+    r"[\r\n/]*",
+)
+
+
+class Encoder(Protocol):
+    """Token ids of texts, special tokens as the tokenizer's post-processor adds them."""
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
+        """Ids of each text, the end-of-sequence id last."""
+        ...
+
+
+class ReferenceEncoder:
+    """The tokenizer library, text by text."""
+
+    def __init__(self, tokenizer: Tokenizer, eos_token_id: int) -> None:
+        """Use ``tokenizer`` as it is configured."""
+        self._tokenizer = tokenizer
+        self._eos = eos_token_id
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
+        """Ids of each text, the end-of-sequence id last."""
+        return [
+            _ended(np.array(encoded.ids, dtype=np.int32), self._eos)
+            for encoded in self._tokenizer.encode_batch_fast(list(texts))
+        ]
+
+
+def _ended(ids: NDArray[np.int32], eos: int) -> NDArray[np.int32]:
+    if ids.size and ids[-1] == eos:
+        return ids
+    return np.append(ids, np.int32(eos))
+
+
+class _Remembered(dict[str, bytes]):
+    """Ids of pieces as int32 bytes; pieces are looked up as ``prefix + key``."""
+
+    def __init__(self, tokenizer: Tokenizer, prefix: str) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+        self._prefix = prefix
+
+    def __missing__(self, piece: str) -> bytes:
+        encoded = self._tokenizer.encode(self._prefix + piece, add_special_tokens=False)
+        ids = np.array(encoded.ids, dtype=np.int32).tobytes()
+        if len(piece) <= _LONGEST:
+            if len(self) >= _REMEMBERED:
+                self.clear()
+            self[piece] = ids
+        return ids
+
+
+class PieceEncoder:
+    """Cuts at safe places and joins remembered ids."""
+
+    def __init__(self, tokenizer: Tokenizer, eos_token_id: int) -> None:
+        """Remember nothing yet; the first texts are compared with the reference."""
+        self._reference = ReferenceEncoder(tokenizer, eos_token_id)
+        self._first = _Remembered(tokenizer, "")
+        self._spaced = _Remembered(tokenizer, " ")
+        around = tokenizer.encode("", add_special_tokens=True).ids
+        self._before = np.array(around, dtype=np.int32).tobytes()
+        self._after = np.int32(eos_token_id).tobytes()
+        self._num_checked = 0
+        self.differs = False
+        """Whether the comparison failed, and the reference is used instead."""
+
+    def start_unit(self) -> None:
+        """Compare the coming texts with the reference again."""
+        self._num_checked = 0
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
+        """Ids of each text, the end-of-sequence id last."""
+        if self.differs:
+            return self._reference.encode(texts)
+        ids = [self._one(text) for text in texts]
+        if self._num_checked < _CHECKED_TEXTS:
+            checked = [
+                index
+                for index, text in enumerate(texts[: _CHECKED_TEXTS - self._num_checked])
+                if len(text) <= _CHECKED_CHARS
+            ]
+            self._num_checked += min(len(texts), _CHECKED_TEXTS)
+            expected = self._reference.encode([texts[index] for index in checked])
+            if not all(
+                np.array_equal(ids[index], wanted)
+                for index, wanted in zip(checked, expected, strict=True)
+            ):
+                self.differs = True
+                return self._reference.encode(texts)
+        return ids
+
+    def _one(self, text: str) -> NDArray[np.int32]:
+        out = [self._before]
+        spaced = self._spaced.__getitem__
+        for line in _LINE_STARTS.split(text):
+            pieces = line.split(" ")
+            if "" in pieces or not line.isascii() or _odd_space(line):
+                pieces = _joined(pieces)
+            out.append(self._first[pieces[0]])
+            out += map(spaced, pieces[1:])
+        out.append(self._after)
+        return np.frombuffer(b"".join(out), dtype=np.int32)
+
+
+_ODD = re.compile(r" [\t\r\n\v\f\x1c-\x1f]")
+
+
+def _odd_space(line: str) -> bool:
+    return _ODD.search(line) is not None
+
+
+def _joined(pieces: list[str]) -> list[str]:
+    """Undo cuts that no visible ASCII character follows."""
+    result = [pieces[0]]
+    for piece in pieces[1:]:
+        if piece and "!" <= piece[0] <= "~":
+            result.append(piece)
+        else:
+            result[-1] += " " + piece
+    return result
+
+
+def make_encoder(tokenizer: Tokenizer, eos_token_id: int) -> ReferenceEncoder | PieceEncoder:
+    """The fast encoder where the tokenizer's parts allow it, else the reference."""
+    if _cuts_at_spaces(json.loads(tokenizer.to_str())):
+        return PieceEncoder(tokenizer, eos_token_id)
+    return ReferenceEncoder(tokenizer, eos_token_id)
+
+
+def _cuts_at_spaces(parts: dict[str, Any]) -> bool:
+    model = parts.get("model") or {}
+    if model.get("type") != "BPE" or model.get("dropout"):
+        return False
+    if (parts.get("normalizer") or {"type": "NFC"})["type"] != "NFC":
+        return False
+    for token in parts.get("added_tokens") or []:
+        if token.get("special"):
+            continue
+        if any(token.get(key) for key in ("lstrip", "rstrip", "single_word")):
+            return False
+        if re.search(r"\s", token["content"]) or token.get("normalized"):
+            return False
+    if not _only_adds_around(parts.get("post_processor")):
+        return False
+    pre = parts.get("pre_tokenizer") or {}
+    steps = pre.get("pretokenizers", []) if pre.get("type") == "Sequence" else [pre]
+    return bool(steps) and all(map(_step_cuts, steps)) and any(map(_step_splits, steps))
+
+
+def _only_adds_around(post: dict[str, Any] | None) -> bool:
+    if post is None or post.get("type") == "ByteLevel":
+        return True
+    if post.get("type") == "Sequence":
+        return all(map(_only_adds_around, post["processors"]))
+    if post.get("type") != "TemplateProcessing":
+        return False
+    # Tokens before the text only: what follows it is the end of sequence, added here.
+    single = post.get("single") or []
+    return bool(single) and "Sequence" in single[-1]
+
+
+def _step_cuts(step: dict[str, Any]) -> bool:
+    kind = step.get("type")
+    if kind == "ByteLevel":
+        return not step.get("add_prefix_space")
+    if kind == "Digits":
+        return True
+    return kind == "Split" and _is_known_split(step)
+
+
+def _step_splits(step: dict[str, Any]) -> bool:
+    if step.get("type") == "ByteLevel":
+        return bool(step.get("use_regex", True))
+    return step.get("type") == "Split" and _is_known_split(step)
+
+
+def _is_known_split(step: dict[str, Any]) -> bool:
+    pattern = (step.get("pattern") or {}).get("Regex")
+    if not pattern or step.get("behavior") != "Isolated" or step.get("invert"):
+        return False
+    if r"\s+(?!\S)" not in pattern or not pattern.rstrip(")").endswith(r"\s+"):
+        return False
+    rest = pattern
+    for part in _SPACE_PARTS:
+        rest = rest.replace(part, "")
+    return r"\s" not in rest and " " not in rest and r"\S" not in rest and "." not in rest

@@ -1,0 +1,253 @@
+"""Reading a finished corpus: summary, look-ups by text, verification, differences.
+
+Reads only what is in the corpus folder, in bounded memory, and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from headrace.corpus.files import file_sha256
+from headrace.errors import DataError
+from headrace.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from headrace.corpus.manifest import Manifest
+
+_BAR = 30
+_SNIPPET = 80
+_BATCH_ROWS = 512
+_MARKS = {"passed": "ok  ", "warned": "WARN", "failed": "FAIL", "noted": "note"}
+
+
+def describe(manifest: Manifest) -> str:
+    """A summary for the terminal: vintages, counts, histogram by year and source, checks."""
+    vintages = manifest.vintages
+    lines = [f"{manifest.path}"]
+    if len(vintages) > 1:
+        lines.append("vintages:")
+        for vintage in vintages:
+            lines.append(f"  {vintage.data['cutoff_name']:>14}  {_size(vintage)}")
+    lines += ["", *_describe_one(vintages[-1])]
+    return "\n".join(lines)
+
+
+def _size(manifest: Manifest) -> str:
+    counts = manifest.counts
+    tokens = "" if counts["tokens"] is None else f", {format_count(counts['tokens'])} tokens"
+    return f"{counts['documents']} documents, {format_bytes(counts['bytes'])}{tokens}"
+
+
+def _describe_one(manifest: Manifest) -> list[str]:
+    data, counts = manifest.data, manifest.counts
+    lines = [f"cutoff {data['cutoff']}: {_size(manifest)}"]
+    ended = {
+        "after the cutoff": counts["after_cutoff"],
+        "bad": counts["bad"],
+        "exact duplicates": counts["exact_duplicates"],
+        "near-duplicates": counts["near_duplicates"],
+        **{f"filtered ({reason})": n for reason, n in counts["filtered"].items()},
+        "not sampled": counts["not_sampled"],
+    }
+    told = ", ".join(f"{n} {what}" for what, n in ended.items() if n) or "none left out"
+    lines.append(f"of {counts['records']} records: {told}")
+    for source in data["sources"]:
+        lines.append(
+            f"  {source['name']} ({source['type']}, {source['license']}): {source['files']} files, "
+            f"available at: {source['available_at']}"
+        )
+    lines += ["", *histogram_lines(data["histogram"])]
+    lines.append("")
+    lines += [f"{_MARKS[c['status']]}  {c['name']}: {c['message']}" for c in manifest.checks]
+    return lines
+
+
+def by_period(
+    histogram: Sequence[Mapping[str, Any]], *, most: int = 40
+) -> list[tuple[str, Mapping[str, int]]]:
+    """Tokens (or bytes) by source for each month; for years or decades if months are many."""
+    for digits, suffix in ((7, ""), (4, ""), (3, "0s")):
+        periods: dict[str, dict[str, int]] = {}
+        for row in histogram:
+            period = row["month"][:digits] + suffix
+            size = row["bytes"] if row["tokens"] is None else row["tokens"]
+            held = periods.setdefault(period, {})
+            held[row["source"]] = held.get(row["source"], 0) + size
+        if len(periods) <= most:
+            break
+    return sorted(periods.items())
+
+
+def histogram_lines(histogram: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The effective dates as bars."""
+    if not histogram:
+        return ["no documents"]
+    unit = "bytes" if histogram[0]["tokens"] is None else "tokens"
+    periods = by_period(histogram)
+    largest = max(sum(sources.values()) for _, sources in periods)
+    lines = [f"available at, {unit}:"]
+    for period, sources in periods:
+        total = sum(sources.values())
+        bar = "#" * max(1, round(_BAR * total / largest)) if total else ""
+        split = ", ".join(f"{name} {format_count(n)}" for name, n in sorted(sources.items()))
+        lines.append(f"  {period:>7} {bar:<{_BAR}} {format_count(total):>7}  {split}")
+    return lines
+
+
+def find_text(
+    manifest: Manifest, needle: str, *, ignore_case: bool = False, limit: int = 20
+) -> Iterator[dict[str, Any]]:
+    """Documents that hold ``needle``, with their instants and the text around it."""
+    if not needle:
+        raise DataError("an empty text is in every document", remedy="give some letters to find")
+    columns = ["doc_id", "source", "text", "available_at", "available_at_rule", "file", "position"]
+    num_found = 0
+    for path in _files(manifest.vintages[-1], "documents"):
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(_BATCH_ROWS, columns=columns):
+                hits = pc.match_substring(batch.column("text"), needle, ignore_case=ignore_case)
+                for row in batch.filter(hits).to_pylist():
+                    text = row.pop("text")
+                    row["available_at"] = row["available_at"].isoformat().replace("+00:00", "Z")
+                    row["snippet"] = _snippet(text, needle, ignore_case)
+                    yield row
+                    num_found += 1
+                    if num_found >= limit:
+                        return
+
+
+def _snippet(text: str, needle: str, ignore_case: bool) -> str:
+    at = text.lower().find(needle.lower()) if ignore_case else text.find(needle)
+    start, end = max(0, at - _SNIPPET), at + len(needle) + _SNIPPET
+    return " ".join(text[start:end].split())
+
+
+def _files(manifest: Manifest, kind: str) -> list[Path]:
+    outputs = manifest.data["outputs"]
+    return [manifest.path / o["path"] for o in outputs if o["path"].startswith(f"{kind}/")]
+
+
+def describe_found(found: Sequence[Mapping[str, Any]], needle: str) -> str:
+    """Look-up results for the terminal."""
+    if not found:
+        return f"no document holds {needle!r}"
+    lines = []
+    for row in found:
+        lines.append(f"{row['available_at']}  {row['source']}:{row['doc_id']}  ({row['file']})")
+        lines.append(f"    {row['snippet']}")
+    return "\n".join(lines)
+
+
+def verify(manifest: Manifest) -> int:
+    """Compare every file of the corpus with its hash; the number of files.
+
+    Raises:
+        DataError: a file is missing or differs.
+    """
+    num_files = 0
+    for vintage in manifest.vintages:
+        for output in vintage.data["outputs"]:
+            path = vintage.path / output["path"]
+            if not path.is_file():
+                raise DataError(f"{path} is missing", remedy="build the corpus again")
+            if path.stat().st_size != output["bytes"] or file_sha256(path) != output["sha256"]:
+                raise DataError(
+                    f"{path} is not the file the manifest names", remedy="build the corpus again"
+                )
+            num_files += 1
+    return num_files
+
+
+def diff_manifests(first: Manifest, second: Manifest) -> dict[str, Any]:
+    """What differs between the latest vintages of two corpora: the change from first to second."""
+    old, new = first.vintages[-1].data, second.vintages[-1].data
+    return {
+        "identical": old["content_sha256"] == new["content_sha256"],
+        "cutoff": _changed(old["cutoff"], new["cutoff"]),
+        "settings": _changed_leaves(old["config"], new["config"]),
+        "rule_versions": _changed_leaves(old["rule_versions"], new["rule_versions"]),
+        "counts": _changed_leaves(old["counts"], new["counts"]),
+        "sources": _changed_sources(old["sources"], new["sources"]),
+        "histogram": _changed_months(old["histogram"], new["histogram"]),
+        "checks": _changed_leaves(
+            {check["name"]: check["status"] for check in old["checks"]},
+            {check["name"]: check["status"] for check in new["checks"]},
+        ),
+        "tokenizer": _changed(
+            (old["tokenizer"] or {}).get("sha256"), (new["tokenizer"] or {}).get("sha256")
+        ),
+    }
+
+
+def _changed(old: Any, new: Any) -> list[Any] | None:
+    return None if old == new else [old, new]
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from _leaves(item, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list) and value:
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{path}.{index}")
+    else:
+        yield path, value
+
+
+def _changed_leaves(old: Any, new: Any) -> dict[str, list[Any]]:
+    before, after = dict(_leaves(old)), dict(_leaves(new))
+    keys = [*before, *(key for key in after if key not in before)]
+    return {
+        key: [before.get(key), after.get(key)] for key in keys if before.get(key) != after.get(key)
+    }
+
+
+def _changed_sources(old: Sequence[Any], new: Sequence[Any]) -> dict[str, Any]:
+    before = {source["name"]: source for source in old}
+    after = {source["name"]: source for source in new}
+    return {
+        name: _changed_leaves(before.get(name, {}), after.get(name, {}))
+        for name in dict.fromkeys([*before, *after])
+        if before.get(name) != after.get(name)
+    }
+
+
+def _changed_months(old: Sequence[Any], new: Sequence[Any]) -> list[dict[str, Any]]:
+    before = {(row["source"], row["month"]): row for row in old}
+    after = {(row["source"], row["month"]): row for row in new}
+    changed = []
+    for source, month in sorted(before.keys() | after.keys()):
+        counts = [(side.get((source, month)) or {}).get("documents", 0) for side in (before, after)]
+        if counts[0] != counts[1]:
+            changed.append({"source": source, "month": month, "documents": counts})
+    return changed
+
+
+def describe_diff(diff: Mapping[str, Any]) -> str:
+    """A difference for the terminal."""
+    if diff["identical"] and not any(diff[key] for key in diff if key != "identical"):
+        return "the two corpora are the same"
+    lines = ["contents are the same" if diff["identical"] else "contents differ"]
+    for key in ("cutoff", "tokenizer"):
+        if diff[key]:
+            lines.append(f"{key}: {diff[key][0]} -> {diff[key][1]}")
+    for key in ("settings", "rule_versions", "counts", "checks"):
+        lines += [f"{key}.{name}: {old} -> {new}" for name, (old, new) in diff[key].items()]
+    for name, changes in diff["sources"].items():
+        lines += [
+            f"source {name}.{key}: {old} -> {new}" for key, (old, new) in list(changes.items())[:8]
+        ]
+    months = diff["histogram"]
+    lines += [
+        f"{row['source']} {row['month']}: {row['documents'][0]} -> {row['documents'][1]} documents"
+        for row in months[:24]
+    ]
+    if len(months) > 24:
+        lines.append(f"… and {len(months) - 24} more months")
+    return "\n".join(lines)

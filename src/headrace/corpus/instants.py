@@ -1,0 +1,271 @@
+"""Reading instants: strings, numbers and date objects to microseconds UTC, never too early.
+
+The invariant: where an instant is known only to a day, month or year, or falls into an hour
+that its time zone repeats or skips, the *latest* instant it can mean is returned. A reader
+who waits that long has certainly had the document.
+
+This module does not know which field dates a document (:mod:`headrace.corpus.cutoff`).
+Instants are int64 microseconds since 1970-01-01T00:00Z, negative before; years 1 to 9998.
+"""
+
+from __future__ import annotations
+
+import email.utils
+import functools
+import re
+from dataclasses import dataclass
+from datetime import UTC, date, datetime, timedelta, timezone, tzinfo
+from typing import Any
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
+
+from headrace.errors import ConfigError
+
+MICROSECONDS = 1_000_000
+DAY_US = 86_400 * MICROSECONDS
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_YEAR = re.compile(r"\d{4}")
+_MONTH = re.compile(r"(\d{4})-(\d{2})")
+_DAY = re.compile(r"\d{4}-\d{2}-\d{2}|\d{8}")
+_HOUR = re.compile(r"\d{4}-?\d{2}-?\d{2}[T ]\d{2}(?:Z|[+-]\d{2}(?::?\d{2})?)?")
+_LEAP = re.compile(r"([T ]\d{2}:\d{2}):60(?:\.\d+)?")
+_SLASHED = re.compile(r"\d{1,2}[/.]\d{1,2}[/.]\d{2,4}.*")
+_NUMERIC = re.compile(r"[+-]?\d+(\.\d+)?")
+LATEST_ZONE = timezone(timedelta(hours=-12), "latest")
+
+
+class InstantError(ValueError):
+    """A value is not an instant; ``reason`` is one of the bad reasons of ``document.py``."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        """Keep the reason apart from the words."""
+        super().__init__(detail)
+        self.reason = reason
+        self.detail = detail
+
+
+@dataclass(frozen=True, slots=True)
+class Instant:
+    """The latest instant a value can mean, in microseconds UTC, and how finely it was given.
+
+    ``precision`` is ``second``, ``hour``, ``day``, ``month`` or ``year``.
+    """
+
+    latest_us: int
+    precision: str
+
+    @property
+    def earliest_us(self) -> int:
+        """A lower bound of what the value can mean (never above the true one)."""
+        return self.latest_us - _SPAN_US[self.precision]
+
+
+_SPAN_US = {
+    "second": 0,
+    "hour": DAY_US // 24,
+    "day": 2 * DAY_US,  # zone changes make days of up to 48 hours
+    "month": 32 * DAY_US,
+    "year": 367 * DAY_US,
+}
+
+
+def time_zone(name: str) -> tzinfo:
+    """A zone by IANA name, ``UTC``, or ``latest`` (UTC-12, where a day ends last of all).
+
+    Raises:
+        ConfigError: no such zone.
+    """
+    if name == "latest":
+        return LATEST_ZONE
+    if name.upper() in {"UTC", "Z"}:
+        return UTC
+    try:
+        return ZoneInfo(name)
+    except (ZoneInfoNotFoundError, ValueError, OSError) as error:
+        raise ConfigError(
+            f"time zone {name!r} is not known",
+            remedy="use an IANA name such as America/New_York, UTC, or latest",
+        ) from error
+
+
+def to_microseconds(moment: datetime) -> int:
+    """An aware ``datetime`` as microseconds since the epoch, exactly."""
+    delta = moment - _EPOCH
+    return (delta.days * 86_400 + delta.seconds) * MICROSECONDS + delta.microseconds
+
+
+def from_microseconds(instant_us: int) -> datetime:
+    """Microseconds since the epoch as an aware ``datetime`` in UTC."""
+    return _EPOCH + timedelta(microseconds=instant_us)
+
+
+def format_instant(instant_us: int | None) -> str | None:
+    """``2017-06-30T23:59:59.999999Z``; whole seconds without a fraction; ``None`` stays."""
+    if instant_us is None:
+        return None
+    return from_microseconds(instant_us).isoformat().replace("+00:00", "Z")
+
+
+def month_of(instant_us: int) -> str:
+    """The UTC month of an instant, ``2017-06``."""
+    moment = from_microseconds(instant_us)
+    return f"{moment.year:04d}-{moment.month:02d}"
+
+
+def localise(naive: datetime, zone: tzinfo) -> int:
+    """A wall-clock time in a zone as the latest instant it can be.
+
+    An hour that the zone repeats means its second pass; an hour that it skips is read with
+    the offset that gives the later instant.
+    """
+    first = to_microseconds(naive.replace(tzinfo=zone, fold=0))
+    second = to_microseconds(naive.replace(tzinfo=zone, fold=1))
+    return max(first, second)
+
+
+def end_of_day(day: date, zone: tzinfo) -> int:
+    """The last microsecond of a day in a zone."""
+    following = datetime(day.year, day.month, day.day) + timedelta(days=1)  # noqa: DTZ001 - naive on purpose
+    return localise(following, zone) - 1
+
+
+def _end_of_month(year: int, month: int, zone: tzinfo) -> int:
+    following = date(year + month // 12, month % 12 + 1, 1)
+    return end_of_day(following - timedelta(days=1), zone)
+
+
+def _checked_year(year: int, value: object) -> None:
+    if not 1 <= year <= 9998:
+        raise InstantError("unparseable_date", f"year {year} of {value!r} is out of 1..9998")
+
+
+def parse_instant(value: Any, zone: tzinfo, form: str = "auto") -> Instant:
+    """Read one value.
+
+    Args:
+        value: ISO 8601 string (also only a date, month or year), RFC 2822 string,
+            ``date``, ``datetime``, or a number where ``form`` says what it counts.
+        zone: what a value without a zone means.
+        form: ``auto``, ``unix`` (seconds), ``unix_ms``, ``rfc2822``, or a ``strptime`` pattern.
+
+    Raises:
+        InstantError: the value is not an instant, or can be read in more than one way.
+    """
+    if isinstance(value, str):
+        return _parse_text(value.strip(), zone, form)
+    if isinstance(value, datetime):
+        _checked_year(value.year, value)
+        moment = to_microseconds(value) if value.tzinfo is not None else localise(value, zone)
+        return Instant(moment, "second")
+    if isinstance(value, date):
+        _checked_year(value.year, value)
+        return Instant(end_of_day(value, zone), "day")
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return _parse_number(value, form)
+    raise InstantError("unparseable_date", f"{type(value).__name__} is not an instant")
+
+
+def _parse_number(value: float, form: str) -> Instant:
+    if form not in {"unix", "unix_ms"}:
+        raise InstantError(
+            "ambiguous_date", f"the bare number {value!r} needs format: unix or unix_ms"
+        )
+    scale = MICROSECONDS if form == "unix" else 1000
+    try:
+        instant_us = int(value * scale)
+        _checked_year(from_microseconds(instant_us).year, value)
+    except (OverflowError, ValueError) as error:
+        raise InstantError("unparseable_date", f"{value!r} is out of range") from error
+    return Instant(instant_us, "second")
+
+
+# Dates repeat: a day's documents carry the same string. Bounded, so memory is too.
+@functools.lru_cache(maxsize=65_536)
+def _parse_text(text: str, zone: tzinfo, form: str) -> Instant:
+    if not text:
+        raise InstantError("undated", "the date field is empty")
+    if len(text) > 64:
+        raise InstantError("unparseable_date", f"{text[:32]!r}… is not an instant")
+    if form in {"unix", "unix_ms"}:
+        if not _NUMERIC.fullmatch(text):
+            raise InstantError("unparseable_date", f"{text!r} is not a number")
+        return _parse_number(float(text) if "." in text else int(text), form)
+    try:
+        if form == "rfc2822":
+            return _parse_rfc2822(text, zone)
+        if form != "auto":
+            return _parse_pattern(text, zone, form)
+        return _parse_auto(text, zone)
+    except InstantError:
+        raise
+    except (ValueError, OverflowError) as error:
+        raise InstantError("unparseable_date", f"{text!r} is not an instant: {error}") from error
+
+
+def _parse_auto(text: str, zone: tzinfo) -> Instant:
+    if _YEAR.fullmatch(text):
+        _checked_year(int(text), text)
+        return Instant(_end_of_month(int(text), 12, zone), "year")
+    if month := _MONTH.fullmatch(text):
+        _checked_year(int(month[1]), text)
+        if not 1 <= int(month[2]) <= 12:
+            raise InstantError("unparseable_date", f"{text!r} has no such month")
+        return Instant(_end_of_month(int(month[1]), int(month[2]), zone), "month")
+    if _DAY.fullmatch(text):
+        day = date.fromisoformat(text)
+        _checked_year(day.year, text)
+        return Instant(end_of_day(day, zone), "day")
+    if _NUMERIC.fullmatch(text):
+        raise InstantError(
+            "ambiguous_date", f"the bare number {text!r} needs format: unix or unix_ms"
+        )
+    if _SLASHED.fullmatch(text):
+        raise InstantError("ambiguous_date", f"{text!r} needs a format such as '%m/%d/%Y'")
+    if text[:4].isdecimal():
+        return _parse_iso(text, zone)
+    return _parse_rfc2822(text, zone)
+
+
+def _parse_iso(text: str, zone: tzinfo) -> Instant:
+    leap = _LEAP.search(text)
+    if leap:
+        text = text[: leap.start()] + leap[1] + ":59.999999" + text[leap.end() :]
+    moment = datetime.fromisoformat(text.removesuffix(" UTC"))
+    if text.endswith(" UTC"):
+        moment = moment.replace(tzinfo=UTC)
+    _checked_year(moment.year, text)
+    hourly = _HOUR.fullmatch(text) is not None
+    if hourly:
+        moment += timedelta(hours=1, microseconds=-1)
+    return Instant(
+        to_microseconds(moment) if moment.tzinfo is not None else localise(moment, zone),
+        "hour" if hourly else "second",
+    )
+
+
+def _parse_rfc2822(text: str, zone: tzinfo) -> Instant:
+    if ":" not in text:  # a day alone would come back as its first second: too early
+        raise InstantError("unparseable_date", f"{text!r} is not an instant")
+    try:
+        moment = email.utils.parsedate_to_datetime(text)
+    except (TypeError, IndexError) as error:
+        raise InstantError("unparseable_date", f"{text!r} is not an instant") from error
+    _checked_year(moment.year, text)
+    # "-0000" says that the zone is unknown and comes back naive.
+    return Instant(
+        to_microseconds(moment) if moment.tzinfo is not None else localise(moment, zone), "second"
+    )
+
+
+def _parse_pattern(text: str, zone: tzinfo, pattern: str) -> Instant:
+    moment = datetime.strptime(text, pattern)  # noqa: DTZ007 - the rule's zone is applied below
+    _checked_year(moment.year, text)
+    if any(code in pattern for code in ("%H", "%I", "%c", "%X")):
+        return Instant(
+            to_microseconds(moment) if moment.tzinfo is not None else localise(moment, zone),
+            "second",
+        )
+    if any(code in pattern for code in ("%d", "%j", "%x")):
+        return Instant(end_of_day(moment.date(), zone), "day")
+    if any(code in pattern for code in ("%m", "%b", "%B")):
+        return Instant(_end_of_month(moment.year, moment.month, zone), "month")
+    return Instant(_end_of_month(moment.year, 12, zone), "year")

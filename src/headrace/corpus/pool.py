@@ -1,0 +1,88 @@
+"""Work spread over processes, one unit a time each; results in the order of the jobs.
+
+Workers are spawned, never forked, and die with the parent. With one worker everything runs in
+this process, which is what small corpora and tests want.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections import deque
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from headrace.errors import CapacityError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+_Job = TypeVar("_Job")
+
+
+class Workers:
+    """A function over jobs; ``prepare`` runs once in every worker."""
+
+    def __init__(self, executor: ProcessPoolExecutor | None, num_workers: int) -> None:
+        """Use :func:`workers`, which also cleans up."""
+        self._executor = executor
+        self._num_workers = num_workers
+
+    def each(self, function: Callable[[_Job], Any], jobs: Iterable[_Job]) -> Iterator[_Job]:
+        """Run ``function`` on every job and hand each job back when it is done, in order.
+
+        Raises:
+            CapacityError: a worker was killed, as the kernel does when memory is short.
+        """
+        if self._executor is None:
+            for job in jobs:
+                function(job)
+                yield job
+            return
+        waiting: deque[tuple[_Job, Future[Any]]] = deque()
+        try:
+            for job in jobs:
+                waiting.append((job, self._executor.submit(function, job)))
+                if len(waiting) >= 3 * self._num_workers:
+                    yield self._finished(waiting)
+            while waiting:
+                yield self._finished(waiting)
+        finally:
+            for _, future in waiting:
+                future.cancel()
+
+    @staticmethod
+    def _finished(waiting: deque[tuple[_Job, Future[Any]]]) -> _Job:
+        job, future = waiting.popleft()
+        try:
+            future.result()
+        except BrokenProcessPool as error:
+            raise CapacityError(
+                "a worker process was killed, most likely for memory",
+                remedy="lower num_workers or max_document_bytes; what is done is kept",
+            ) from error
+        return job
+
+
+@contextmanager
+def workers(num_workers: int, prepare: Callable[..., None], *arguments: Any) -> Iterator[Workers]:
+    """Workers for the length of a block; ``prepare(*arguments)`` is called in each."""
+    if num_workers == 1:
+        prepare(*arguments)
+        yield Workers(None, 1)
+        return
+    context = multiprocessing.get_context("spawn")
+    executor = ProcessPoolExecutor(
+        num_workers, mp_context=context, initializer=prepare, initargs=arguments
+    )
+    try:
+        yield Workers(executor, num_workers)
+    finally:
+        executor.shutdown(wait=True, cancel_futures=True)
+
+
+def default_num_workers() -> int:
+    """The processors this process may run on."""
+    return len(os.sched_getaffinity(0))

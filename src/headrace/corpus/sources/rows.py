@@ -1,0 +1,191 @@
+"""Records with named fields (JSON lines, Parquet, Arrow) as documents.
+
+A row is never repaired: a text that is no string, or an id that is neither string nor
+integer, is a rejection with its position.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, date, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+from pydantic_core import from_json
+
+from headrace.corpus.document import RawDocument, Rejection
+from headrace.corpus.source_config import FineWebSource, RowSource
+from headrace.corpus.sources.context import ReadContext, decode
+from headrace.corpus.sources.streams import (
+    UTF8_BOM,
+    compression_of,
+    foreign_bom,
+    read_lines,
+)
+from headrace.corpus.sources.units import InputFile, Part, byte_ranges
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+_DUMP_PREFIX = "CC-MAIN-"
+_DUMP_DAYS = timedelta(days=45)  # crawls run into the weeks after the one they are named for
+
+
+def wanted_fields(source: RowSource, context: ReadContext) -> tuple[str, ...]:
+    """Columns a row source needs, without repeats."""
+    names = [
+        source.text_field,
+        source.id_field,
+        source.event_time_field,
+        source.published_at_field,
+        source.collected_at_field,
+        *context.date_fields,
+        *source.metadata_fields,
+    ]
+    if source.revision_field is not None:
+        names.append(source.revision_field)
+    if isinstance(source, FineWebSource):
+        names.append("dump")
+    return tuple(dict.fromkeys(names))
+
+
+def dump_end(dump: object) -> date | None:
+    """The last day a Common Crawl dump (``CC-MAIN-2013-20``, year and week) can have run to."""
+    if not isinstance(dump, str) or not dump.startswith(_DUMP_PREFIX):
+        return None
+    year, _, week = dump.removeprefix(_DUMP_PREFIX).partition("-")
+    if not (year.isdecimal() and week.isdecimal() and len(year) == 4):
+        return None
+    try:
+        return date.fromisocalendar(int(year), int(week), 7) + _DUMP_DAYS
+    except ValueError:
+        return None
+
+
+def row_document(
+    source: RowSource,
+    row: Mapping[str, Any],
+    context: ReadContext,
+    *,
+    position: int,
+    byte: int | None,
+) -> RawDocument | Rejection:
+    """One row as a document."""
+    text, given_id = row.get(source.text_field), row.get(source.id_field)
+    doc_id = None
+    if isinstance(given_id, str) and given_id:
+        doc_id = given_id
+    elif isinstance(given_id, int) and not isinstance(given_id, bool):
+        doc_id = str(given_id)
+    elif given_id is not None and given_id != "":
+        return Rejection(
+            reason="bad_record",
+            detail=f"{source.id_field} is {type(given_id).__name__}, not a string or integer",
+            position=position,
+            byte=byte,
+        )
+    if not isinstance(text, str):
+        missing = text is None
+        return Rejection(
+            reason="empty_text" if missing else "bad_record",
+            detail=f"no {source.text_field}"
+            if missing
+            else f"{source.text_field} is {type(text).__name__}, not a string",
+            position=position,
+            byte=byte,
+            doc_id=doc_id,
+        )
+    values = {name: row.get(name) for name in context.date_fields}
+    values["event_time"] = row.get(source.event_time_field)
+    values["published_at"] = row.get(source.published_at_field)
+    values["collected_at"] = row.get(source.collected_at_field)
+    if isinstance(source, FineWebSource):
+        end = dump_end(row.get("dump"))
+        values["dump_end"] = end
+        if values["collected_at"] is None:
+            values["collected_at"] = end  # a fetch after its own crawl's end is a wrong clock
+    revision = row.get(source.revision_field) if source.revision_field else None
+    return RawDocument(
+        text=text,
+        position=position,
+        byte=byte,
+        doc_id=doc_id,
+        values=values,
+        revision_key=None if revision is None else str(revision),
+        metadata={
+            name: _plain(row[name]) for name in source.metadata_fields if row.get(name) is not None
+        }
+        or None,
+    )
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, (str, int, float, bool)):
+        return value
+    if isinstance(value, datetime) and value.tzinfo is not None:
+        return value.astimezone(UTC).isoformat()
+    return str(value)
+
+
+def read_jsonl(
+    source: RowSource, part: Part, context: ReadContext
+) -> Iterator[RawDocument | Rejection]:
+    """JSON lines of a part; blank lines are no records."""
+    position = 0
+    path = part.file.path
+    if part.start == 0:
+        with path.open("rb") as file:
+            encoding = foreign_bom(file.read(4))
+        if encoding is not None:
+            yield Rejection(
+                reason="bad_encoding", detail=f"the file is {encoding}; convert it to UTF-8", byte=0
+            )
+            return
+    utf8_only = source.encodings == ("utf-8",)
+    stop = None if part.stop == -1 else part.stop
+    for line in read_lines(path, limit=context.max_bytes, start=part.start, stop=stop):
+        position += 1
+        if line.content is None:
+            yield Rejection(
+                reason="too_long",
+                detail=f"a line of {line.length} bytes; max_document_bytes is {context.max_bytes}",
+                position=position,
+                byte=line.offset,
+            )
+            continue
+        content = line.content.removeprefix(UTF8_BOM)
+        if not content or content.isspace():
+            continue
+        try:
+            row = from_json(content if utf8_only else decode(content, source.encodings))
+        except ValueError as error:
+            yield _unreadable(content, source, str(error), position, line.offset)
+            continue
+        if not isinstance(row, dict):
+            yield Rejection(
+                reason="bad_json",
+                detail=f"the line is a {type(row).__name__}, not an object",
+                position=position,
+                byte=line.offset,
+            )
+            continue
+        yield row_document(source, row, context, position=position, byte=line.offset)
+    context.num_positions = position
+
+
+def _unreadable(
+    content: bytes, source: RowSource, message: str, position: int, byte: int
+) -> Rejection:
+    try:
+        decode(content, source.encodings)
+    except UnicodeDecodeError as error:
+        reason, detail = "bad_encoding", f"byte {error.start} of the line: {error.reason}"
+    else:
+        reason, detail = "bad_json", message
+    return Rejection(reason=reason, detail=detail, position=position, byte=byte)
+
+
+def split_jsonl(file: InputFile) -> Iterator[tuple[int, int, int]]:
+    """Byte ranges for plain files; a compressed file is one range."""
+    if compression_of(file.path) is None:
+        yield from byte_ranges(file.num_bytes)
+    else:
+        yield 0, -1, file.num_bytes

@@ -1,0 +1,173 @@
+"""Parquet files and Arrow streams (saved Hugging Face datasets), in small record batches.
+
+Rows are numbered through the file from one. Dates keep the precision that their type has:
+``date32`` is a day, a timestamp without zone is a wall-clock time.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, date, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from headrace.corpus.document import RawDocument, Rejection
+from headrace.corpus.sources.rows import row_document, wanted_fields
+from headrace.corpus.sources.units import UNIT_BYTES, InputFile, Part
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from headrace.corpus.source_config import RowSource
+    from headrace.corpus.sources.context import ReadContext
+
+_BATCH_ROWS = 256
+
+
+def split_parquet(file: InputFile) -> Iterator[tuple[int, int, int]]:
+    """Runs of row groups of about a unit's size; a file that cannot be read is one range."""
+    try:
+        metadata = pq.ParquetFile(file.path).metadata
+    except (pa.ArrowException, OSError):
+        yield 0, -1, file.num_bytes
+        return
+    sizes = [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
+    if sum(sizes) < UNIT_BYTES or len(sizes) < 2:
+        yield 0, -1, file.num_bytes
+        return
+    start, held = 0, 0
+    for index, size in enumerate(sizes):
+        held += size
+        if held >= UNIT_BYTES or index == len(sizes) - 1:
+            yield start, index + 1, held
+            start, held = index + 1, 0
+
+
+def read_parquet(
+    source: RowSource, part: Part, context: ReadContext
+) -> Iterator[RawDocument | Rejection]:
+    """Rows of a Parquet part."""
+    try:
+        file = pq.ParquetFile(part.file.path)
+    except (pa.ArrowException, OSError) as error:
+        yield Rejection(reason="corrupt_file", detail=f"not a whole Parquet file: {error}")
+        return
+    with file:
+        columns = [
+            name for name in wanted_fields(source, context) if name in file.schema_arrow.names
+        ]
+        missing = _missing_text(source, file.schema_arrow)
+        if missing is not None:
+            yield missing
+            return
+        stop = file.num_row_groups if part.stop == -1 else part.stop
+        first = sum(file.metadata.row_group(i).num_rows for i in range(part.start))
+        groups = list(range(part.start, stop))
+        batches = file.iter_batches(_BATCH_ROWS, row_groups=groups, columns=columns)
+        yield from _rows(source, batches, context, first)
+    context.num_positions = 0  # rows are already numbered through the file
+
+
+def read_arrow(
+    source: RowSource, part: Part, context: ReadContext
+) -> Iterator[RawDocument | Rejection]:
+    """Rows of an Arrow stream file as ``datasets.save_to_disk`` writes it."""
+    try:
+        with pa.memory_map(str(part.file.path)) as mapped, pa.ipc.open_stream(mapped) as stream:
+            missing = _missing_text(source, stream.schema)
+            if missing is not None:
+                yield missing
+                return
+            columns = [n for n in wanted_fields(source, context) if n in stream.schema.names]
+            batches = (
+                batch.slice(start, _BATCH_ROWS).select(columns)
+                for batch in stream
+                for start in range(0, batch.num_rows, _BATCH_ROWS)
+            )
+            yield from _rows(source, batches, context, 0)
+    except (pa.ArrowException, OSError) as error:
+        yield Rejection(reason="corrupt_file", detail=f"not a whole Arrow stream: {error}")
+    context.num_positions = 0
+
+
+def _missing_text(source: RowSource, schema: pa.Schema) -> Rejection | None:
+    if source.text_field in schema.names:
+        return None
+    return Rejection(
+        reason="bad_record",
+        detail=f"no column {source.text_field!r}; the file has {', '.join(schema.names[:20])}",
+    )
+
+
+def _rows(
+    source: RowSource, batches: Iterator[pa.RecordBatch], context: ReadContext, first: int
+) -> Iterator[RawDocument | Rejection]:
+    position = first
+    try:
+        for batch in batches:
+            columns = {
+                name: _values(column)
+                for name, column in zip(batch.schema.names, batch.columns, strict=True)
+            }
+            for index in range(batch.num_rows):
+                position += 1
+                row = {name: values[index] for name, values in columns.items()}
+                text = row.get(source.text_field)
+                if isinstance(text, UnicodeDecodeError):
+                    yield Rejection(reason="bad_encoding", detail=str(text), position=position)
+                elif isinstance(text, str) and len(text) > context.max_bytes:
+                    yield Rejection(
+                        reason="too_long",
+                        detail=f"{len(text)} characters; max_document_bytes is {context.max_bytes}",
+                        position=position,
+                    )
+                else:
+                    yield row_document(source, row, context, position=position, byte=None)
+    except (pa.ArrowException, OSError) as error:
+        yield Rejection(
+            reason="corrupt_file",
+            detail=f"unreadable after row {position}: {error}",
+            position=position,
+        )
+
+
+def _values(column: pa.Array) -> list[Any]:
+    kind = column.type
+    if pa.types.is_timestamp(kind):
+        return _timestamps(column)
+    if pa.types.is_date(kind):
+        days = column.cast(pa.date32()).cast(pa.int32()).to_pylist()
+        return [None if day is None else _day(day) for day in days]
+    try:
+        return column.to_pylist()  # type: ignore[no-any-return]  # pyarrow is untyped
+    except UnicodeDecodeError:
+        return [_one(item) for item in column]
+
+
+def _one(item: Any) -> Any:
+    try:
+        return item.as_py()
+    except UnicodeDecodeError as error:
+        return error
+
+
+def _day(days: int) -> date | str:
+    try:
+        return date(1970, 1, 1) + timedelta(days=days)
+    except OverflowError:
+        return f"day {days} of the epoch"  # not an instant: rejected where dates are read
+
+
+def _timestamps(column: pa.Array) -> list[Any]:
+    zone = column.type.tz
+    instants = column.cast(pa.timestamp("us", zone), safe=False).cast(pa.int64()).to_pylist()
+    epoch = datetime(1970, 1, 1, tzinfo=UTC if zone else None)
+
+    def moment(value: int) -> datetime | str:
+        try:
+            return epoch + timedelta(microseconds=value)
+        except OverflowError:
+            return f"microsecond {value} of the epoch"
+
+    return [None if value is None else moment(value) for value in instants]

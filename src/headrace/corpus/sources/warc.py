@@ -1,0 +1,140 @@
+"""WARC files: HTML responses as documents, dated by ``WARC-Date``, the time of the fetch.
+
+Format: ISO 28500. Only ``response`` records with status 200 and an HTML type are documents;
+other record types are no records of the corpus.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from headrace.corpus.document import RawDocument, Rejection
+from headrace.corpus.sources.context import ReadContext, decode
+from headrace.corpus.sources.html_text import html_text, html_title
+from headrace.corpus.sources.streams import BrokenStreamError, read_pieces
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from headrace.corpus.source_config import WarcSource
+    from headrace.corpus.sources.units import Part
+
+_CHARSET = re.compile(rb"charset\s*=\s*[\"']?([A-Za-z0-9_.:-]+)", re.IGNORECASE)
+
+
+class _Stream:
+    """Exact reads and skips over pieces."""
+
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces = pieces
+        self._held = b""
+        self.offset = 0
+
+    def _fill(self) -> bool:
+        piece = next(self._pieces, b"")
+        self._held += piece
+        return bool(piece)
+
+    def line(self) -> bytes | None:
+        while (end := self._held.find(b"\n")) < 0:
+            if len(self._held) > 1 << 20 or not self._fill():
+                return None
+        line, self._held = self._held[: end + 1], self._held[end + 1 :]
+        self.offset += len(line)
+        return line.rstrip(b"\r\n")
+
+    def take(self, size: int, *, keep: bool) -> bytes | None:
+        """The next ``size`` bytes (empty when not kept), ``None`` when the stream ends first."""
+        kept: list[bytes] = []
+        while size:
+            if not self._held and not self._fill():
+                return None
+            piece, self._held = self._held[:size], self._held[size:]
+            size -= len(piece)
+            self.offset += len(piece)
+            if keep:
+                kept.append(piece)
+        return b"".join(kept)
+
+
+def _headers(stream: _Stream) -> dict[str, str] | None:
+    headers: dict[str, str] = {}
+    while (line := stream.line()) is not None:
+        if not line:
+            return headers
+        name, _, value = line.decode("utf-8", "replace").partition(":")
+        headers.setdefault(name.strip().lower(), value.strip())
+    return None
+
+
+def read_warc(
+    source: WarcSource, part: Part, context: ReadContext
+) -> Iterator[RawDocument | Rejection]:
+    """HTML responses of one WARC file."""
+    stream = _Stream(read_pieces(part.file.path))
+    position = 0
+    while (line := stream.line()) is not None:
+        if not line:
+            continue
+        start = stream.offset - len(line)
+        if not line.startswith(b"WARC/"):
+            raise BrokenStreamError("corrupt_file", "no WARC record where one begins", start)
+        headers = _headers(stream)
+        length = (headers or {}).get("content-length", "")
+        if headers is None or not length.isdecimal():
+            raise BrokenStreamError("corrupt_file", "a WARC record without a length", start)
+        is_response = headers.get("warc-type") == "response"
+        position += is_response
+        keep = is_response and int(length) <= context.max_bytes
+        content = stream.take(int(length), keep=keep)
+        if content is None:
+            raise BrokenStreamError("truncated_file", "the last WARC record is cut", start)
+        if is_response and not keep:
+            yield Rejection(
+                reason="too_long",
+                detail=f"{length} bytes; max_document_bytes is {context.max_bytes}",
+                position=position,
+                byte=start,
+            )
+        elif is_response:
+            item = _response(source, headers, content, position, start)
+            if item is not None:
+                yield item
+
+
+def _response(
+    source: WarcSource, headers: dict[str, str], content: bytes, position: int, byte: int
+) -> RawDocument | Rejection | None:
+    head, _, body = content.partition(b"\r\n\r\n")
+    status = head.split(b"\r\n", 1)[0].split(b" ")
+    kind = re.search(rb"^content-type:\s*(.*?)\s*$", head, re.IGNORECASE | re.MULTILINE)
+    if len(status) < 2 or status[1] != b"200" or kind is None or b"html" not in kind[1].lower():
+        return None
+    url = headers.get("warc-target-uri", "").strip("<>")
+    declared = _CHARSET.search(kind[1]) or _CHARSET.search(body, 0, 4096)
+    encodings = source.encodings
+    if declared is not None:
+        encodings = (declared[1].decode("ascii"), *encodings)
+    try:
+        page = decode(body, encodings)
+    except UnicodeDecodeError as error:
+        return Rejection(
+            reason="bad_encoding", detail=str(error), position=position, byte=byte, doc_id=url
+        )
+    except LookupError:
+        try:
+            page = decode(body, source.encodings)
+        except UnicodeDecodeError as error:
+            return Rejection(
+                reason="bad_encoding", detail=str(error), position=position, byte=byte, doc_id=url
+            )
+    return RawDocument(
+        text=html_text(page),
+        position=position,
+        byte=byte,
+        doc_id=headers.get("warc-record-id", "").strip("<>") or None,
+        values={"warc_date": headers.get("warc-date")},
+        revision_key=url or None,
+        metadata={"url": url, "title": html_title(page)},
+    )
