@@ -16,6 +16,7 @@ Shape legend: n rows, N entities, T sessions, P features, K = 1 + P, M columns (
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 
     Array = NDArray[np.float64]
     Rows = NDArray[np.intp]
+
+
+_KEPT_BYTES = 400 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +63,24 @@ class ShiftedTargets:
         """P."""
         return len(self.values_KUT) - 1
 
-    def block(self, rows: Rows, columns: slice) -> Array:
-        """``(K, n, M)`` values, NaN where the panel has none."""
+    @cached_property
+    def _moved(self) -> Array | None:
+        # Folds and windows ask for the same rows again and again: gathered once where it fits.
+        size = 8 * len(self.values_KUT) * len(self.session) * len(self.offsets)
+        if size > _KEPT_BYTES:
+            return None
+        return self._gather(np.arange(len(self.session)), slice(None))
+
+    def _gather(self, rows: Rows, columns: slice) -> Array:
         num_sessions = self.values_KUT.shape[2]
         moved = self.session[rows, None] + self.offsets[None, columns]
         return self.values_KUT[:, self.unit[rows, None], moved % num_sessions]
+
+    def block(self, rows: Rows, columns: slice) -> Array:
+        """``(K, n, M)`` values, NaN where the panel has none."""
+        if self._moved is None:
+            return self._gather(rows, columns)
+        return self._moved[:, rows, columns]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -115,11 +115,13 @@ def combine_premium(
     value, null = 0.0, np.zeros(len(layout.offsets))
     influence = np.zeros(len(view.session))
     for measurement, weight in zip(measured, weights, strict=True):
-        value += weight * measurement.premium.premium
-        null += weight * measurement.premium.null if len(measurement.premium.null) else 0.0
-        for arm, sign in ((measurement.on, 1.0), (measurement.off, -1.0)):
+        level = measurement.level
+        assert level is not None
+        value += weight * level.premium.premium
+        null += weight * level.premium.null if len(level.premium.null) else 0.0
+        for arm, sign in ((level.on, 1.0), (level.off, -1.0)):
             tested = ~np.isnan(arm.improvement)
-            scores = arm.improvement[tested] / measurement.on.second_moments[0]
+            scores = arm.improvement[tested] / level.on.second_moments[0]
             # Scaled so that the mean over all rows is the arm's mean over its tested rows.
             share = tested.mean()
             influence[tested] += weight * sign * (scores - scores.mean()) / share
@@ -161,11 +163,22 @@ def reduction_record(
             )
             for channel in layout.channels
         },
-        premium=combine_premium(measured, weights, layout).figure(
-            protocol=make.protocol(f"{layout.on.protocol} - {layout.off.protocol}"),
-            stack=stack,
-            n_unit="rows",
-        ),
+        premium=_premium_figure(measured, weights, layout, make),
+    )
+
+
+def _premium_figure(
+    measured: Sequence[Measurement],
+    weights: Sequence[float],
+    layout: Layout,
+    make: FigureMaker,
+    note: str = "",
+) -> Figure:
+    protocol = f"{layout.on.protocol} - {layout.off.protocol}"
+    if any(measurement.level is None for measurement in measured):
+        return make.missing(protocol, "not computed: tables are off")
+    return combine_premium(measured, weights, layout).figure(
+        protocol=make.protocol(protocol), stack=make.stack, n_unit="rows", note=note
     )
 
 
@@ -193,10 +206,5 @@ def slope_figures(models: Sequence[AuditedModel], layout: Layout) -> dict[str, F
         )
         for channel in layout.channels
     }
-    figures["premium"] = combine_premium(measured, weights, layout).figure(
-        protocol=make.protocol(f"{layout.on.protocol} - {layout.off.protocol}"),
-        stack=stack,
-        n_unit="rows",
-        note=note,
-    )
+    figures["premium"] = _premium_figure(measured, weights, layout, make, note=note)
     return figures

@@ -223,7 +223,7 @@ def _record(
                 ch: c.detectable(config.level) for ch, (c, _) in contrasts.items()
             },
             contrast_failed=failed,
-            r2_negative=max(measured.premium.r2_on.value, measured.premium.r2_off.value) < 0,
+            r2_negative=measured.level is not None and measured.level.premium.both_negative,
         )
     )
     return ModelRecord(

@@ -32,7 +32,7 @@ class AuditConfig:
         twin_max_dimension: wider twins are projected to this many dimensions by a fixed random
             matrix: a random network followed by a random matrix is a random network.
         level: of tests; intervals have level 0.95.
-        tables: walk-forward, embargo and evaluation-leakage figures, which carry no verdict.
+        tables: premium, walk-forward, embargo and evaluation leakage, which carry no verdict.
         seed: of offsets and projections.
         allow_mixed_stacks: compare embeddings of different stacks; the result is marked.
     """

@@ -80,25 +80,38 @@ class Layout:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measurement:
-    """What one embedding gives.
+class LevelMeasurement:
+    """What the field prints of one embedding; no verdict rests on it.
 
     Attributes:
-        skill: by channel, with the null of shifted dates where there is one.
-        forward: walk-forward covariance share by channel, where shifted dates are refused.
         premium: both arms and what lies between them.
+        on, off: the arms' scores.
         leakage: statistic C.
-        walk: pooled walk-forward scores; ``embargoed``: leakage-off arms by embargo.
+        walk: walk-forward scores.
+        embargoed: leakage-off arms by embargo.
     """
 
-    skill: dict[Channel, Skill]
-    forward: dict[Channel, Estimate]
     premium: Premium
     on: Arm
     off: Arm
     leakage: Estimate | None = None
     walk: Arm | None = None
     embargoed: dict[int, Arm] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What one embedding gives.
+
+    Attributes:
+        skill: by channel, with the null of shifted dates where there is one.
+        forward: walk-forward covariance share by channel, where shifted dates are refused.
+        level: what carries no verdict; ``None`` where it was not asked for.
+    """
+
+    skill: dict[Channel, Skill]
+    forward: dict[Channel, Estimate]
+    level: LevelMeasurement | None = None
 
 
 def shift_refusal(panel: Panel) -> str:
@@ -212,10 +225,11 @@ def build_layout(panel: Panel, config: AuditConfig) -> Layout:
     )
 
 
-def measure(
-    values: NDArray[np.floating], layout: Layout, *, shifts: bool = True, tables: bool = True
-) -> Measurement:
-    """Compute everything one embedding gives; one channel's book in memory at a time."""
+def measure(values: NDArray[np.floating], layout: Layout, *, twin: bool = False) -> Measurement:
+    """Compute everything one embedding gives; one channel's book in memory at a time.
+
+    A twin meets the observed dates alone, and no tables: it is a reference.
+    """
     panel, length = layout.panel, layout.length
     skill: dict[Channel, Skill] = {}
     forward: dict[Channel, Estimate] = {}
@@ -223,7 +237,7 @@ def measure(
         view = layout.views[channel]
         book = channel_book(panel, values, channel)
         skill[channel] = purged_skill(
-            book, view if shifts else view.unshifted(), layout.purged[channel]
+            book, view.unshifted() if twin else view, layout.purged[channel]
         )
         if channel in layout.forward:
             ahead = purged_skill(book, view.unshifted(), layout.forward[channel])
@@ -231,17 +245,20 @@ def measure(
             product = ahead.deviation[tested] * view.target[tested]
             forward[channel] = date_block_mean(product, view.session[tested], length=length)
         del book
-    view = layout.views["level"]
-    book = channel_book(panel, values, "level")
-    moved = view if shifts else view.unshifted()
+    level = _measure_level(values, layout, twin=twin) if layout.config.tables else None
+    return Measurement(skill=skill, forward=forward, level=level)
+
+
+def _measure_level(values: NDArray[np.floating], layout: Layout, *, twin: bool) -> LevelMeasurement:
+    view, length = layout.views["level"], layout.length
+    observed = view.unshifted()
+    book = channel_book(layout.panel, values, "level")
+    moved = observed if twin else view
     on, off = run_arm(book, moved, layout.on), run_arm(book, moved, layout.off)
     result = premium(on, off, view, length=length)
-    if not tables:
-        return Measurement(skill=skill, forward=forward, premium=result, on=on, off=off)
-    observed = view.unshifted()
-    return Measurement(
-        skill=skill,
-        forward=forward,
+    if twin:
+        return LevelMeasurement(premium=result, on=on, off=off)
+    return LevelMeasurement(
         premium=result,
         on=on,
         off=off,

@@ -102,6 +102,11 @@ class Premium:
     null: Array
     matched: Estimate
 
+    @property
+    def both_negative(self) -> bool:
+        """Whether both arms predict worse than their training mean."""
+        return max(self.r2_on.value, self.r2_off.value) < 0
+
 
 def premium(on: Arm, off: Arm, view: View, *, length: int) -> Premium:
     """Compare two arms of one embedding; column 0 is the observed one.

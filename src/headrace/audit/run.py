@@ -80,14 +80,14 @@ def run_audit(
         if layout is not None:
             say(f"twin {name}")
             values = project(values, config.twin_max_dimension, config.seed)
-            measured_twins.append(measure(values, layout, shifts=False, tables=False))
+            measured_twins.append(measure(values, layout, twin=True))
     models: list[AuditedModel] = []
     for name, source in sources.items():
         values, embedding = load(name, source, panel)
         measured = None
         if layout is not None:
             say(f"model {name}")
-            measured = measure(values, layout, tables=config.tables)
+            measured = measure(values, layout)
         models.append(
             AuditedModel(
                 name=name,

@@ -117,9 +117,12 @@ class FigureMaker:
 
     def evaluation(
         self, measured: Measurement, layout: Layout, twins: Sequence[Measurement]
-    ) -> EvaluationRecord:
+    ) -> EvaluationRecord | None:
         """Both arms, the premium beside its null, and statistic C."""
-        result = measured.premium
+        level = measured.level
+        if level is None or level.leakage is None:
+            return None
+        result = level.premium
         both = f"{layout.on.protocol} - {layout.off.protocol}"
         premium = Figure(
             value=result.premium,
@@ -130,20 +133,15 @@ class FigureMaker:
             method="shifted_dates" if len(result.null) else "",
             p_value=shift_p_two_sided(result.premium, result.null) if len(result.null) else None,
             null=null_of("shifted_dates", result.null),
-            twins=null_of("twins", [twin.premium.premium for twin in twins]),
+            twins=null_of("twins", [t.level.premium.premium for t in twins if t.level is not None]),
             note="no interval of a premium holds up; compare it with its null",
         )
-        leakage = measured.leakage
         return EvaluationRecord(
             r2_on=self.of_estimate(result.r2_on, layout.on.protocol),
             r2_off=self.of_estimate(result.r2_off, layout.off.protocol),
             premium=premium,
             premium_matched=self.of_estimate(result.matched, both),
-            leakage=(
-                self.missing(layout.seen_unseen.plan.protocol, "not computed: tables are off")
-                if leakage is None
-                else self.of_estimate(leakage, layout.seen_unseen.plan.protocol)
-            ),
+            leakage=self.of_estimate(level.leakage, layout.seen_unseen.plan.protocol),
         )
 
     def missing(self, protocol: str, note: str) -> Figure:
@@ -215,11 +213,11 @@ class FigureMaker:
 
     def walk_forward(self, measured: Measurement, layout: Layout) -> tuple[SplitRecord, ...]:
         """R2 of every walk-forward window, and pooled."""
-        if measured.walk is None:
+        if measured.level is None or measured.level.walk is None:
             return ()
         view, panel = layout.views["level"], layout.panel
         unit = 1.0 / total_variance(layout)
-        improvement = measured.walk.improvement
+        improvement = measured.level.walk.improvement
         records = []
         for k, fold in enumerate(layout.walk.folds):
             score = date_block_mean(
@@ -252,13 +250,13 @@ class FigureMaker:
 
     def embargo(self, measured: Measurement, layout: Layout) -> tuple[EmbargoRecord, ...]:
         """The leakage-off arm by embargo, 0 being the plain one."""
-        if not measured.embargoed:
+        level = measured.level
+        if level is None or not level.embargoed:
             return ()
         view = layout.views["level"]
         unit = total_variance(layout)
-        arms = {0: (measured.off, layout.off)} | {
-            sessions: (arm, layout.embargoed[sessions])
-            for sessions, arm in measured.embargoed.items()
+        arms = {0: (level.off, layout.off)} | {
+            sessions: (arm, layout.embargoed[sessions]) for sessions, arm in level.embargoed.items()
         }
         records = []
         for sessions, (arm, plan) in sorted(arms.items()):
@@ -266,7 +264,7 @@ class FigureMaker:
             score = date_block_mean(
                 arm.improvement[tested], view.session[tested], length=layout.length
             )
-            paired = arm_difference(measured.on, arm, view, length=layout.length, unit=unit)
+            paired = arm_difference(level.on, arm, view, length=layout.length, unit=unit)
             records.append(
                 EmbargoRecord(
                     embargo_sessions=sessions,
