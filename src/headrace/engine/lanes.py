@@ -137,18 +137,21 @@ class Lane:
         self._thread.join(timeout=self.timeout_seconds)
 
     def _run(self) -> None:
-        if self._stream is not None:
-            torch.cuda.set_device(self._device)
+        try:
+            if self._stream is not None:
+                torch.cuda.set_device(self._device)
+        except Exception as error:  # noqa: BLE001 - handed to whoever waits
+            self._error = error
         while (job := self._jobs.get()) is not None:
             ticket, waits, work = job
             if self._error is not None:
-                ticket._fail(self._error)  # noqa: SLF001 - one class in two halves
+                ticket._fail(self._error)
                 continue
             try:
-                ticket._finish(self._carry_out(ticket, waits, work))  # noqa: SLF001
+                ticket._finish(self._carry_out(ticket, waits, work))
             except BaseException as error:  # noqa: BLE001 - handed to whoever waits
                 self._error = error
-                ticket._fail(error)  # noqa: SLF001
+                ticket._fail(error)
             del job, ticket, waits, work  # let buffers go before waiting for the next job
 
     def _carry_out(

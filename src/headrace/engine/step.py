@@ -98,6 +98,8 @@ class Engine:
         self.spec = spec
         self.state = state
         self.device = torch.device(device)
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self.config = config or EngineConfig()
         # On the CPU a bf16 model computes in fp32, upcast as it enters the slot: bf16 matmuls are
         # 10x slower on processors without bf16 units.
