@@ -24,7 +24,7 @@ def panel_facts(audit: Node) -> Facts:
         ("First date", panel.text("first_date")),
         ("Last date", panel.text("last_date")),
         ("Entities", count(panel.integer("num_entities"))),
-        ("Dates with embeddings", count(panel.integer("num_dates"))),
+        ("Dates", count(panel.integer("num_dates"))),
         ("Rows with embeddings", count(panel.integer("num_rows"))),
         ("Rows with a target", count(panel.integer("num_matrix_rows"))),
         ("Matrix filled", percent(panel.number("coverage") or 0.0, 3)),

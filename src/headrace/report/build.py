@@ -74,9 +74,9 @@ def read_records(
     sources: list[Source] = []
     read_corpora, read_runs = [], []
     for folder in corpora:
-        corpus, source = records.read_corpus(folder)
+        corpus, found = records.read_corpus(folder)
         read_corpora.append(corpus)
-        sources.append(source)
+        sources += found
     for folder in runs:
         run, found = records.read_run(folder)
         read_runs.append(run)
@@ -150,7 +150,9 @@ def _front(found: Records, quantities: Mapping[str, Quantity], num_failed: int) 
             )
         ]
     blocks: list[Block] = [
-        Note(kind="warning", text=text) for text in found.audit.texts("warnings")
+        Note(kind="warning", text=text)
+        for text in found.audit.texts("warnings")
+        if text not in found.audit.child("panel").texts("notes")  # those stand with the panel
     ]
     if num_failed:
         verb = "check" if num_failed == 1 else "checks"

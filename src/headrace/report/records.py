@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 AUDIT_SCHEMA, AUDIT_SCHEMA_VERSION = "headrace.audit", 1
+CORPUS_FORMAT, CORPUS_VERSION = "headrace-corpus", 1
 
 _REWRITE = "write it again with this version of headrace"
 
@@ -158,10 +159,10 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """A corpus: its ``manifest.json``."""
+    """A corpus folder: the manifests of its vintages, earliest cutoff first, by name."""
 
     name: str
-    manifest: Node
+    vintages: tuple[tuple[str, Node], ...]
 
 
 def read_object(path: Path, kind: str) -> tuple[Node, Source]:
@@ -203,10 +204,35 @@ def read_audit(path: Path) -> tuple[Node, Source]:
     return node, source
 
 
-def read_corpus(folder: Path) -> tuple[Corpus, Source]:
-    """The manifest of a corpus folder."""
-    node, source = read_object(folder / "manifest.json", "corpus manifest")
-    return Corpus(name=folder.resolve().name, manifest=node), source
+def read_corpus(folder: Path) -> tuple[Corpus, list[Source]]:
+    """The manifest of a corpus folder, and those of its vintages where it has several.
+
+    Raises:
+        DataError: another format, or a version that this report does not know.
+    """
+    node, source = _read_manifest(folder)
+    name = folder.resolve().name
+    if "vintages" not in node:
+        return Corpus(name=name, vintages=((name, node),)), [source]
+    vintages, sources = [], [source]
+    for vintage in node.children("vintages"):
+        path = vintage.text("path")
+        inner, source = _read_manifest(folder / path)
+        vintages.append((path, inner))
+        sources.append(source)
+    return Corpus(name=name, vintages=tuple(vintages)), sources
+
+
+def _read_manifest(folder: Path) -> tuple[Node, Source]:
+    path = folder / "manifest.json"
+    node, source = read_object(path, "corpus manifest")
+    if node.raw("format") != CORPUS_FORMAT or node.raw("version") != CORPUS_VERSION:
+        raise DataError(
+            f"{path} is {node.raw('format')!r} version {node.raw('version')!r}; this report reads "
+            f"{CORPUS_FORMAT!r} version {CORPUS_VERSION}",
+            remedy="build the corpus again with this version of headrace",
+        )
+    return node, source
 
 
 def read_run(folder: Path) -> tuple[Run, list[Source]]:

@@ -29,7 +29,9 @@ def with_interval(value: float | None, low: float | None, high: float | None) ->
     if value is None or low is None or high is None or not _finite(value, low, high):
         return number(value)
     largest = max(abs(value), abs(low), abs(high))
-    decimals = 4 if largest < 0.1 else 3 if largest < 1 else 2 if largest < 100 else 0
+    if largest == 0:
+        return "0"
+    decimals = min(6, max(0, 2 - math.floor(math.log10(largest))))
     texts = [f"{item:,.{decimals}f}".replace("-", MINUS) for item in (value, low, high)]
     return f"{texts[0]} [{texts[1]}, {texts[2]}]"
 

@@ -25,17 +25,15 @@ _STEPS_IN_MONTHS = (1, 3, 6, 12, 24, 60, 120)
 
 @dataclass(frozen=True, kw_only=True)
 class DateHistogram:
-    """Documents by month and source.
+    """Documents by month, in parts that are stacked.
 
     Attributes:
-        kept: source → month (``YYYY-MM``) → documents in the corpus.
-        excluded: month → documents that were offered and lie after the cutoff.
-        cutoff: the corpus's cutoff.
+        kept: part (a source, or what a vintage adds) → month (``YYYY-MM``) → documents.
+        cutoffs: name and day of each cutoff, earliest first.
     """
 
     kept: Mapping[str, Mapping[str, int]]
-    excluded: Mapping[str, int]
-    cutoff: date | None
+    cutoffs: Sequence[tuple[str, date]]
 
 
 def _month_index(month: str) -> int:
@@ -44,14 +42,14 @@ def _month_index(month: str) -> int:
 
 
 def _bins(histogram: DateHistogram, width: int) -> tuple[int, int, int]:
-    months = [_month_index(month) for source in histogram.kept.values() for month in source]
-    months += [_month_index(month) for month in histogram.excluded]
-    if histogram.cutoff is not None:
-        months.append(histogram.cutoff.year * 12 + histogram.cutoff.month - 1)
+    months = [_month_index(month) for part in histogram.kept.values() for month in part]
     first, last = min(months), max(months)
-    # Bars end where the cutoff's month ends: none mixes what a model may and may not know.
-    cutoff = histogram.cutoff
-    anchor = 0 if cutoff is None else cutoff.year * 12 + cutoff.month
+    for _, day in histogram.cutoffs:
+        # A cutoff long after the last document says nothing of it: it is named, not drawn.
+        if day.year * 12 + day.month - 1 <= last + (last - first) // 4:
+            last = max(last, day.year * 12 + day.month - 1)
+    # Bars end where the first cutoff's month ends: none mixes what a model may and may not know.
+    anchor = histogram.cutoffs[0][1].year * 12 + histogram.cutoffs[0][1].month
     for step in _STEPS_IN_MONTHS:
         start = first - (first - anchor) % step
         num_bins = (last - start) // step + 1
@@ -67,49 +65,42 @@ def bin_name(step: int) -> str:
 
 
 def draw(histogram: DateHistogram, width: int, identity: str, label: str) -> str:
-    """SVG of the stacked histogram with the cutoff named on it."""
+    """SVG of the stacked histogram with the cutoffs named on it."""
     start, step, num_bins = _bins(histogram, width)
     edges = np.arange(num_bins + 1) * step + start
-    canvas = theme.Canvas(width, 250 if width >= 500 else 230)
-    axes = canvas.axes(34, 46, width - 42, canvas.height - 76)
+    parts = list(histogram.kept)
+    top = 20 + (18 if len(parts) > 1 else 0) + 16 * min(len(histogram.cutoffs), 3)
+    canvas = theme.Canvas(width, top + 200)
+    axes = canvas.axes(34, top, width - 42, 170)
     base = np.zeros(num_bins)
-    sources = sorted(histogram.kept, key=lambda name: -sum(histogram.kept[name].values()))
     gap = 0.12 * step if (width - 42) / num_bins > 5 else 0.0
-    for index, source in enumerate(sources):
-        heights = _heights(histogram.kept[source], start, step, num_bins)
+    for index, part in enumerate(parts):
+        heights = _heights(histogram.kept[part], start, step, num_bins)
         axes.bar(
             edges[:-1] + step / 2,
             heights,
             width=step - gap,
             bottom=base,
-            color=theme.ACCENT if len(sources) == 1 else theme.series_colour(index),
+            color=theme.series_colour(index),
             linewidth=0,
         )
         base += heights
-    after = _heights(histogram.excluded, start, step, num_bins)
-    if after.any():
-        axes.bar(
-            (edges[:-1] + step / 2)[after > 0],
-            after[after > 0],
-            width=step - gap,
-            bottom=base[after > 0],
-            facecolor="none",
-            edgecolor=theme.FUTURE,
-            linewidth=1,
-        )
-    top = float((base + after).max()) or 1.0
-    axes.set_ylim(0, top * 1.08)
+    most = float(base.max()) or 1.0
+    axes.set_ylim(0, most * 1.04)
     axes.set_xlim(edges[0] - step * 0.5, edges[-1] + step * 0.5)
-    marks = [mark for mark in theme.ticks(0, top, 4) if mark == round(mark)]
+    marks = [mark for mark in theme.ticks(0, most, 4) if mark == round(mark)]
     axes.set_yticks(marks, [count(mark) for mark in marks])
     theme.grid(axes, [mark for mark in marks if mark > 0])
     theme.baseline(axes, colour=theme.MUTED)
     _label_years(axes, edges, width)
-    if histogram.cutoff is not None:
-        _mark_cutoff(canvas, axes, histogram.cutoff, width)
+    for index, (name, day) in enumerate(histogram.cutoffs[:3]):
+        words = f"cutoff {day.isoformat()}"
+        if len(histogram.cutoffs) > 1:
+            words = f"{name}: {words}"
+        _mark_cutoff(canvas, axes, day, words, (top, top - 8 - 16 * index))
     canvas.text(0, 12, f"documents per {bin_name(step)}", color=theme.MUTED)
-    if len(sources) > 1:
-        _name_sources(canvas, sources, width)
+    if len(parts) > 1:
+        _name_parts(canvas, parts)
     return canvas.svg(identity, label)
 
 
@@ -137,26 +128,31 @@ def _label_years(axes: Axes, edges: np.ndarray, width: int) -> None:
     axes.set_xticks([year * 12 for year in years], [f"{year:.0f}" for year in years])
 
 
-def _mark_cutoff(canvas: theme.Canvas, axes: Axes, cutoff: date, width: int) -> None:
-    place = cutoff.year * 12 + cutoff.month - 1 + cutoff.day / 31
-    axes.axvline(place, color=theme.FUTURE, linewidth=1.5, ymax=1.06, clip_on=False, zorder=5)
+def _mark_cutoff(
+    canvas: theme.Canvas, axes: Axes, day: date, words: str, places: tuple[float, float]
+) -> None:
+    top, baseline = places
+    place = day.year * 12 + day.month - 1 + day.day / 31
     low, high = axes.get_xlim()
-    share = (place - low) / (high - low)
-    left = 34 + share * (width - 42)
-    near_right = share > 0.6
+    beyond = place > high
+    share = min((place - low) / (high - low), 1.0)
+    left = 34 + share * (canvas.width - 42)
+    if not beyond:
+        line = axes.axvline(place, color=theme.FUTURE, linewidth=1.4, clip_on=False, zorder=5)
+        line.set_ydata([0, 1 + (top - baseline + 4) / 170])
+    near_right = share > 0.5
     canvas.text(
         left + (-7 if near_right else 7),
-        32,
-        f"cutoff {cutoff.isoformat()}",
+        baseline,
+        words + (" (beyond)" if beyond else ""),
         ha="right" if near_right else "left",
         color=theme.FUTURE,
         fontweight="bold",
     )
 
 
-def _name_sources(canvas: theme.Canvas, sources: Sequence[str], width: int) -> None:
-    left = float(width)
-    for index in reversed(range(len(sources))):
-        name = sources[index]
-        canvas.text(left, 12, name, ha="right", color=theme.series_colour(index), fontweight="bold")
-        left -= 7.8 * len(name) + 14
+def _name_parts(canvas: theme.Canvas, parts: Sequence[str]) -> None:
+    left = 0.0
+    for index, name in enumerate(parts):
+        canvas.text(left, 30, name, color=theme.series_colour(index), fontweight="bold")
+        left += 7.8 * len(name) + 16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -68,7 +69,8 @@ def draw(
         _heading_height(group, narrow=narrow) + row_height * len(group.rows) + _SPACE
         for group in groups
     )
-    canvas = theme.Canvas(width, int(height + 42))
+    unit_lines = textwrap.wrap(unit, int(width / 6.8)) if narrow else [unit]
+    canvas = theme.Canvas(width, int(height + 26 + 16 * len(unit_lines)))
     axes = canvas.axes(label_width + 8, 4, width - label_width - value_width - 16, height)
     low, high = limits or shared_limits(groups)
     axes.set_xlim(low, high)
@@ -98,7 +100,9 @@ def draw(
             _point(axes, row, middle)
             top += row_height
         top += _SPACE
-    canvas.text(label_width + 8 if not narrow else 0, canvas.height - 4, unit, color=theme.MUTED)
+    for index, line in enumerate(reversed(unit_lines)):
+        left = 0 if narrow else label_width + 8
+        canvas.text(left, canvas.height - 4 - 16 * index, line, color=theme.MUTED)
     return canvas.svg(identity, label)
 
 

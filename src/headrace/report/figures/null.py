@@ -77,7 +77,7 @@ def _strip(axes: Axes, strip: Strip, width: float) -> None:
     axes.set_xlim(low, high)
     axes.set_ylim(-0.34, 1.25)
     inset = 0.07 * (high - low)  # a label at the very edge would be cut off
-    marks = theme.ticks(low + inset, high - inset, 4 if width < 260 else 5)
+    marks = theme.fitted_ticks(low + inset, high - inset, width * 0.86)
     axes.set_xticks(marks, theme.tick_labels(marks))
     axes.plot([low, high], [0, 0], color=theme.MUTED, linewidth=0.8, zorder=2)
     if low < 0 < high:

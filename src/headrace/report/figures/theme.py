@@ -158,6 +158,17 @@ def ticks(low: float, high: float, most: int) -> list[float]:
     return [0.0] if low <= 0 <= high else [low]
 
 
+def fitted_ticks(low: float, high: float, pixels: float) -> list[float]:
+    """As many round values within ``[low, high]`` as their labels have room for, at most 5."""
+    for most in (5, 4, 3, 2):
+        marks = ticks(low, high, most)
+        widest = 7.0 * max(map(len, tick_labels(marks)), default=0) + 12
+        step = (marks[1] - marks[0]) / (high - low) * pixels if len(marks) > 1 else pixels
+        if widest <= step:
+            return marks
+    return [0.0] if low <= 0 <= high else ticks(low, high, 1)
+
+
 def tick_labels(values: Sequence[float]) -> list[str]:
     """One number of decimals for all, a true minus sign, and 0 as "0"."""
     decimals = 0
