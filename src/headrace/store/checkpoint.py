@@ -19,10 +19,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
 
 from headrace.errors import CheckpointError, ConfigError
-from headrace.store.safetensors_io import SafetensorsReader, read_index, sync_directory, write_file
+from headrace.store.safetensors_io import (
+    SafetensorsReader,
+    read_index,
+    read_weight_map,
+    sync_directory,
+    tensor_names,
+    write_file,
+)
 from headrace.units import GIB
 
 if TYPE_CHECKING:
@@ -330,12 +336,9 @@ def _restore_retired(output_dir: Path) -> None:
 def _read_optimizer_index(path: Path) -> dict[str, Path]:
     index = path / "optimizer.safetensors.index.json"
     if index.is_file():
-        return {
-            name: path / file for name, file in json.loads(index.read_text())["weight_map"].items()
-        }
+        return read_weight_map(index)
     single = path / "optimizer.safetensors"
-    with safe_open(single, framework="pt") as file:
-        return dict.fromkeys(file.keys(), single)
+    return dict.fromkeys(tensor_names(single), single)
 
 
 def _copy(

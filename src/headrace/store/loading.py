@@ -56,7 +56,7 @@ def load_pretrained(
     if path.suffix == ".gguf":
         path, gguf_file = path.parent, path.name
     if gguf_file is not None:
-        return _load_gguf(state, path, gguf_file)
+        return _load_gguf(spec, state, path, gguf_file)
     files = read_index(path)
     used: set[str] = set()
     with SafetensorsReader() as reader:
@@ -65,10 +65,23 @@ def load_pretrained(
                 key = _find_key(param, files, spec)
                 used.add(key)
                 unit.set_master(param, reader.get(files[key], key))
-    ignored = set(files) - used
-    if spec.tied:
-        ignored -= {f"{spec.parts.head_path}.weight"}
-    return LoadReport(ignored=tuple(sorted(ignored)))
+        head = f"{spec.parts.head_path}.weight"
+        if spec.tied and head in files and head not in used:
+            embedding = spec.units[0].params[0]
+            key = _find_key(embedding, files, spec)
+            _check_tied(
+                files[head].name, reader.get(files[key], key), reader.get(files[head], head)
+            )
+            used.add(head)
+    return LoadReport(ignored=tuple(sorted(set(files) - used)))
+
+
+def _check_tied(file: str, embedding: torch.Tensor, head: torch.Tensor) -> None:
+    if not torch.equal(embedding, head):
+        raise DataError(
+            f"the configuration ties the head to the embedding, but {file} holds another head",
+            remedy="set tie_word_embeddings to false in config.json",
+        )
 
 
 def _find_key(param: ParamSpec, files: dict[str, Path], spec: ModelSpec) -> str:
@@ -87,7 +100,7 @@ def _find_key(param: ParamSpec, files: dict[str, Path], spec: ModelSpec) -> str:
     )
 
 
-def _load_gguf(state: ModelState, folder: Path, gguf_file: str) -> LoadReport:
+def _load_gguf(spec: ModelSpec, state: ModelState, folder: Path, gguf_file: str) -> LoadReport:
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 - slow; only when needed
 
     if not (folder / gguf_file).is_file():
@@ -96,12 +109,15 @@ def _load_gguf(state: ModelState, folder: Path, gguf_file: str) -> LoadReport:
         str(folder), gguf_file=gguf_file, dtype=torch.float32
     )
     tensors = dict(model.named_parameters())
+    head = tensors.get(f"{spec.parts.head_path}.weight")
+    if spec.tied and head is not None:  # transformers left it apart: it is another one
+        _check_tied(gguf_file, tensors[spec.units[0].params[0].name], head)
     for layout, unit in zip(state.layouts, state.units, strict=True):
         for param in layout.params:
             if param.name not in tensors:
                 raise DataError(f"{gguf_file} has no tensor {param.name!r}")
-            unit.set_master(param, tensors[param.name])
-    return LoadReport(ignored=())
+            unit.set_master(param, tensors.pop(param.name))
+    return LoadReport(ignored=tuple(sorted(tensors)))
 
 
 def initialise(spec: ModelSpec, state: ModelState, *, seed: int) -> None:

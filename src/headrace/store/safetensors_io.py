@@ -16,12 +16,12 @@ import os
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from headrace.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
 _DTYPES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.int16: "I16"}
@@ -73,25 +73,60 @@ def read_index(path: Path) -> dict[str, Path]:
     """Tensor name to file, for a folder that holds ``model.safetensors`` or an index.
 
     Raises:
-        CheckpointError: there are no safetensors weights, or the index names missing files.
+        CheckpointError: there are no safetensors weights, or they are not whole.
     """
+    single = path / "model.safetensors"
+    if single.is_file():  # before an index, which may be left from an older save: as transformers
+        return dict.fromkeys(tensor_names(single), single)
     index = path / "model.safetensors.index.json"
     if index.is_file():
-        weight_map = json.loads(index.read_text())["weight_map"]
-        missing = sorted({f for f in weight_map.values() if not (path / f).is_file()})
-        if missing:
-            raise CheckpointError(f"{index} names files that are not there: {', '.join(missing)}")
-        return {name: path / file for name, file in weight_map.items()}
-    single = path / "model.safetensors"
-    if single.is_file():
-        with safe_open(single, framework="pt") as file:
-            return dict.fromkeys(file.keys(), single)
+        return read_weight_map(index)
     pickled = sorted(p.name for p in path.glob("*.bin"))
     found = f"; found {pickled[0]}, which is pickle and is never read" if pickled else ""
     raise CheckpointError(
         f"no safetensors weights in {path}{found}",
         remedy="save the model with safe_serialization (transformers' default)",
     )
+
+
+def read_weight_map(index: Path) -> dict[str, Path]:
+    """Tensor name to file, as an index in Hugging Face's format says.
+
+    Raises:
+        CheckpointError: it is not such an index, or names missing files.
+    """
+    try:
+        files = {
+            n: index.parent / file
+            for n, file in json.loads(index.read_text())["weight_map"].items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} is not an index of safetensors files: {error}") from error
+    missing = sorted({file.name for file in files.values() if not file.is_file()})
+    if missing:
+        raise CheckpointError(f"{index} names files that are not there: {', '.join(missing)}")
+    return files
+
+
+def tensor_names(path: Path) -> list[str]:
+    """The tensors of one file.
+
+    Raises:
+        CheckpointError: it is not a whole safetensors file.
+    """
+    with _readable(path), safe_open(path, framework="pt") as file:
+        return list(file.keys())
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"{path} is not a whole safetensors file: {error}",
+            remedy="copy or download it again",
+        ) from error
 
 
 class SafetensorsReader:
@@ -108,8 +143,13 @@ class SafetensorsReader:
         self._stack.close()
 
     def get(self, path: Path, name: str) -> torch.Tensor:
-        """Read one tensor."""
-        if path not in self._open:
-            self._open[path] = self._stack.enter_context(safe_open(path, framework="pt"))
-        tensor: torch.Tensor = self._open[path].get_tensor(name)
+        """Read one tensor.
+
+        Raises:
+            CheckpointError: the file is not whole, or has no such tensor.
+        """
+        with _readable(path):
+            if path not in self._open:
+                self._open[path] = self._stack.enter_context(safe_open(path, framework="pt"))
+            tensor: torch.Tensor = self._open[path].get_tensor(name)
         return tensor
