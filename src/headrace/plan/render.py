@@ -57,13 +57,27 @@ def _speed(plan: Prediction) -> list[str]:
     for name, phase in (("forward", speed.forward), ("backward", speed.backward)):
         lanes = ", ".join(f"{lane} {seconds:.2f}" for lane, seconds in phase.items())
         lines.append(f"  {name:<9} seconds a lane: {lanes}")
-    lines.append(f"  {'ramp':<9} {speed.ramp_seconds:.2f} s; rates: {speed.origin} at weakest")
+    lines.append(f"  {'ramp':<9} {speed.ramp_seconds:.2f} s")
+    lines.append(_rates(plan))
     if plan.hours is not None and plan.job.num_tokens is not None:
         line = f"{format_count(plan.job.num_tokens)} tokens take {plan.hours:,.1f} hours"
         if plan.cost is not None and plan.job.price is not None:
             line += f" and cost {plan.cost:,.2f} at {plan.job.price:g} a card and hour"
         lines.append(line)
     return lines
+
+
+def _rates(plan: Prediction) -> str:
+    machine = plan.machine
+    named = [
+        ("matmul TFLOP/s", machine.matmul_tflops),
+        ("H2D GB/s", machine.h2d),
+        ("both ways GB/s", machine.duplex),
+        ("host update Gparam/s", machine.update),
+    ]
+    if machine.num_gpus > 1:
+        named.append(("between cards GB/s", machine.nvlink))
+    return "Rates: " + ", ".join(f"{name} {r.value:.3g} ({r.origin})" for name, r in named)
 
 
 def _fsdp(plan: Prediction) -> list[str]:
