@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from headrace.errors import ConfigError
+from headrace.models.flops import flops_per_token
+from headrace.models.spec import ModelSpec
 from headrace.plan.architecture import read_architecture
 from headrace.plan.families import FAMILIES
 from headrace.plan.records import all_records, find_record, nearest_names, size_in_name
@@ -156,3 +158,15 @@ def test_names_are_found_by_alias_short_form_and_any_case():
 )
 def test_size_stated_by_a_name(name, size):
     assert size_in_name(name) == size
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_plan_and_engine_count_the_same_work_and_state(family):
+    transformers = pytest.importorskip("transformers")
+    config_class = type(transformers.AutoConfig.for_model(family))
+    config = config_class(**sizes(family), tie_word_embeddings=True)
+    spec, planned = ModelSpec(config), read_architecture(config.to_dict())
+    assert spec.num_parameters == planned.num_parameters
+    assert flops_per_token(spec, 128) == planned.flops_per_token(128)
+    largest = max(unit.num_parameters for unit in spec.units[1:-1])
+    assert largest == planned.largest_layer
