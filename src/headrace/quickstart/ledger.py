@@ -14,6 +14,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
+import headrace
 from headrace.errors import ConfigError
 from headrace.units import format_duration
 
@@ -85,6 +86,7 @@ class Ledger:
         *,
         settings: Mapping[str, Any],
         after: tuple[str, ...] = (),
+        always: bool = False,
     ) -> None:
         """Run ``action`` unless it is done.
 
@@ -94,15 +96,20 @@ class Ledger:
             action: does the work; told whether the same work was begun before and may go on.
             settings: everything that shapes the result, as JSON types.
             after: earlier steps that it reads from.
+            always: run it even if it is done; for steps that cost nothing.
         """
         assert name not in self._digests
-        key = {"settings": dict(settings), "after": {step: self._digests[step] for step in after}}
+        key = {
+            "headrace": headrace.__version__,
+            "settings": dict(settings),
+            "after": {step: self._digests[step] for step in after},
+        }
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
         number = len(self._digests) + 1
         self._digests[name] = digest
         mark = self._read(name)
         same = mark.get("digest") == digest
-        if same and mark.get("done"):
+        if same and mark.get("done") and not always:
             self._say(f"[{number}/{self._num_steps}] {title}: done before")
             return
         self._say(f"[{number}/{self._num_steps}] {title}")

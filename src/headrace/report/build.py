@@ -88,8 +88,10 @@ def read_records(
     return Records(corpora=read_corpora, runs=read_runs, audit=node, sources=sources)
 
 
-def build_page(found: Records, *, title: str = DEFAULT_TITLE) -> tuple[Page, list[Quantity]]:
-    """The page and all quantities on it."""
+def build_page(
+    found: Records, *, title: str = DEFAULT_TITLE, introduction: str = ""
+) -> tuple[Page, list[Quantity]]:
+    """The page and all quantities on it; ``introduction`` stands before the verdicts."""
     quantities = {} if found.audit is None else collect(found.audit)
     made = [] if found.audit is None else cards.build(found.audit, quantities)
     sections = [sections_corpus.corpus(found.corpora), training(found.runs)]
@@ -108,10 +110,13 @@ def build_page(found: Records, *, title: str = DEFAULT_TITLE) -> tuple[Page, lis
     sections.append(appendix.provenance(found.audit, found.runs, found.sources))
     page = Page(
         title=title,
-        headline=cards.headline(made),
+        headline=cards.headline(made, trained=bool(found.runs)),
         subtitle=_subtitle(found),
         cards=made,
-        front=_front(found, quantities, num_failed),
+        front=[
+            *([Paragraph(text=introduction)] if introduction else []),
+            *_front(found, quantities, num_failed),
+        ],
         sections=sections,
         footer=(
             (

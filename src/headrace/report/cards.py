@@ -240,10 +240,10 @@ def cutoff_rows(key: str, quantities: Mapping[str, Quantity]) -> Sequence[forest
     return rows
 
 
-def headline(cards: Sequence[Card]) -> str:
-    """The finding in one line."""
+def headline(cards: Sequence[Card], *, trained: bool = True) -> str:
+    """The finding in one line; ``trained``: there is a run to report on."""
     if not cards:
-        return "Trained, and not yet audited"
+        return "Trained, and not yet audited" if trained else "A corpus, not yet audited"
     if len(cards) == 1:
         return f"{cards[0].model}: {_lower(cards[0].headline)}"
     verdicts = {card.verdict for card in cards}

@@ -59,15 +59,18 @@ def write_report(
     runs: Sequence[Path] = (),
     audit: Path | None = None,
     title: str = DEFAULT_TITLE,
+    introduction: str = "",
 ) -> dict[str, Any]:
     """Read the records, write ``out`` (HTML) and ``json_out``, and return what the JSON holds.
+
+    ``introduction`` is a paragraph that stands before the verdicts.
 
     Raises:
         ConfigError: nothing to report on, or a path is not there.
         DataError: a record is not what it should be; nothing is written then.
     """
     found = read_records(corpora=corpora, runs=runs, audit=audit)
-    page, quantities = build_page(found, title=title)
+    page, quantities = build_page(found, title=title, introduction=introduction)
     html = render_html(page)
     data = to_json(page, quantities, found.sources)
     _write(out, html)
