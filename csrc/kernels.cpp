@@ -20,10 +20,13 @@ namespace HEADRACE_ISA {
 namespace {
 
 // Elements between two rounds of prefetching; the loop over a full tile has a constant count.
-constexpr int64_t kTile = HEADRACE_TILE;
-// How far ahead of the loop the prefetches reach. The hardware prefetchers stop at page ends,
-// and five streams through 4 KiB pages end often.
-constexpr int64_t kAhead = HEADRACE_AHEAD;
+constexpr int64_t kTile = 128;
+// How far ahead of the loop the prefetches reach, and into which cache (2: the second level; the
+// first is small and busy). The hardware prefetchers stop at page ends, and five streams through
+// 4 KiB pages end often. Measured with 16 threads of a Xeon: 147 GB/s, without prefetching 127,
+// reaching 2048 ahead 144, tiles of 512 at most 129; with 2 threads of a Zen 4: 53, without 53.
+constexpr int64_t kAhead = 512;
+constexpr int kPrefetchLevel = 2;
 constexpr int64_t kCacheLine = 64;
 
 constexpr int32_t kMagnitude = 0x7fffffff;
@@ -158,7 +161,7 @@ HEADRACE_INLINE void prefetch_tile(const T* base) {
   const char* first = reinterpret_cast<const char*>(base);
   for (int64_t offset = 0; offset < kTile * static_cast<int64_t>(sizeof(T));
        offset += kCacheLine) {
-    __builtin_prefetch(first + offset, 0, HEADRACE_HINT);
+    __builtin_prefetch(first + offset, 0, kPrefetchLevel);
   }
 }
 
@@ -170,7 +173,7 @@ bool apply_range(const Buffers& buffers, const Coefficients& coefficients, const
   Limits largest{0, 0, 0};
   int64_t i = begin;
   for (; i + kTile <= end; i += kTile) {
-    if (kAhead > 0 && i + kAhead + kTile <= end) {
+    if (i + kAhead + kTile <= end) {
       const int64_t next = i + kAhead;
       if (is_split) {
         prefetch_tile(buffers.hi + next);

@@ -123,7 +123,7 @@ def measure_update(
 
     Raises:
         ConfigError: A count is out of range.
-        ImportError: The compiled kernels are not there.
+        HeadraceError: The compiled kernels are not there.
         CapacityError: Too little memory.
     """
     if num_parameters < 1_000_000:

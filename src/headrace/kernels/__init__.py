@@ -10,7 +10,7 @@ import os
 from functools import cache
 from typing import TYPE_CHECKING, Literal
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, HeadraceError
 
 if TYPE_CHECKING:
     from headrace.kernels.calls import HostKernels
@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 _LOGGER = logging.getLogger(__name__)
 
 REQUIRE_VARIABLE = "HEADRACE_REQUIRE_NATIVE"
-_COST = "the NumPy reference runs instead, with the same results, on one thread and some 50x slower"
+_COST = (
+    "the NumPy reference runs instead, with the same results but on one thread, which takes some "
+    "9x as long as one thread of the compiled kernels (measured: 170 against 1,500 million "
+    "parameters a second)"
+)
 
 
 def is_native_required() -> bool:
@@ -36,7 +40,7 @@ def load(backend: Literal["auto", "native", "reference"] = "auto") -> HostKernel
 
     Raises:
         ConfigError: ``backend`` is none of these.
-        ImportError: The compiled kernels are missing and asked for, by ``backend`` or by
+        HeadraceError: The compiled kernels are missing and asked for, by ``backend`` or by
             ``HEADRACE_REQUIRE_NATIVE=1``.
     """
     if backend not in {"auto", "native", "reference"}:
@@ -50,7 +54,7 @@ def load(backend: Literal["auto", "native", "reference"] = "auto") -> HostKernel
             from headrace.kernels.native import NativeBackend  # noqa: PLC0415  may be missing
         except ImportError as error:
             if backend == "native" or is_native_required():
-                raise
+                raise HeadraceError(str(error)) from error
             _LOGGER.warning("no compiled host kernels: %s. %s", _COST, error)
         else:
             native = NativeBackend()
