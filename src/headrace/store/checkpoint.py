@@ -78,21 +78,19 @@ def save_checkpoint(
         output_dir.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(output_dir)
         temporary.mkdir()
-        sizes = _write_model(temporary, spec, state)
-        sizes |= _write_shards(temporary, "optimizer", state, _optimizer_tensors)
+        _write_shards(temporary, "model", state, _weight_tensors)
+        _write_shards(temporary, "optimizer", state, _optimizer_tensors)
         _write_config(temporary, spec, state, tokenizer)
         record = {
             "format_version": FORMAT_VERSION,
             "step": step,
             "optimizer_step": state.optimizer_step,
             "dtype": state.dtype,
-            "files": sizes,
+            "files": _sizes(temporary),
             "trainer_state": trainer_state,
         }
         _write_json(temporary / RECORD, record)
-        for path in temporary.iterdir():
-            _flush(path)
-        sync_directory(temporary)
+        _flush(temporary)
         if final.exists():
             retired = output_dir / f".checkpoint-{step}.retired"
             final.rename(retired)
@@ -129,12 +127,14 @@ def load_checkpoint(path: str | Path, spec: ModelSpec, state: ModelState) -> dic
         )
     weights = read_index(path)
     optimizer = _read_optimizer_index(path)
+    _check_names(path, weights, state, _weight_tensors)
+    _check_names(path, optimizer, state, _optimizer_tensors)
     with SafetensorsReader() as reader:
         for unit in state.units:
             for name, target in _weight_tensors(unit).items():
-                _copy(reader, weights, name, target, path)
+                _copy(reader.get(weights[name], name), target, name, path)
             for name, target in _optimizer_tensors(unit).items():
-                _copy(reader, optimizer, name, target, path)
+                _copy(reader.get(optimizer[name], name), target, name, path)
     del spec
     state.optimizer_step = int(record["optimizer_step"])
     return dict(record["trainer_state"])
@@ -224,10 +224,9 @@ def export_pretrained(
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
-        _write_model(temporary, spec, state)
+        _write_shards(temporary, "model", state, _weight_tensors)
         _write_config(temporary, spec, state, tokenizer)
-        for path in temporary.iterdir():
-            _flush(path)
+        _flush(temporary)
         if out_dir.exists():
             out_dir.rmdir()
         temporary.rename(out_dir)
@@ -235,6 +234,9 @@ def export_pretrained(
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(f"could not write {out_dir}: {error.strerror or error}") from error
+    except CheckpointError:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
     return out_dir
 
 
@@ -272,27 +274,19 @@ def _shards(state: ModelState, tensors_of: Any) -> Iterator[dict[str, torch.Tens
     yield shard
 
 
-def _write_shards(folder: Path, stem: str, state: ModelState, tensors_of: Any) -> dict[str, int]:
+def _write_shards(folder: Path, stem: str, state: ModelState, tensors_of: Any) -> None:
     shards = list(_shards(state, tensors_of))
-    sizes: dict[str, int] = {}
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         name = f"{stem}.safetensors"
         if len(shards) > 1:
             name = f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors"
-        sizes[name] = write_file(folder / name, shard, {"format": "pt"})
+        write_file(folder / name, shard, {"format": "pt"})
         weight_map |= dict.fromkeys(shard, name)
     if len(shards) > 1:
         total = sum(tensor.nbytes for shard in shards for tensor in shard.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        name = f"{stem}.safetensors.index.json"
-        sizes[name] = _write_json(folder / name, index)
-    return sizes
-
-
-def _write_model(folder: Path, spec: ModelSpec, state: ModelState) -> dict[str, int]:
-    del spec
-    return _write_shards(folder, "model", state, _weight_tensors)
+        _write_json(folder / f"{stem}.safetensors.index.json", index)
 
 
 def _write_config(folder: Path, spec: ModelSpec, state: ModelState, tokenizer: Any) -> None:
@@ -300,19 +294,39 @@ def _write_config(folder: Path, spec: ModelSpec, state: ModelState, tokenizer: A
     config.dtype = getattr(torch, state.dtype)
     config.architectures = [type(spec.model).__name__]
     config.save_pretrained(folder)
-    if tokenizer is not None:
+    if tokenizer is None:
+        return
+    try:
         tokenizer.save_pretrained(folder)
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        raise OSError(str(error)) from error  # what tokenizers raises when the disk is full
 
 
-def _write_json(path: Path, value: Mapping[str, Any]) -> int:
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     text = json.dumps(value, indent=1, sort_keys=True, allow_nan=False)
     path.write_text(text + "\n")
-    return len(text.encode()) + 1
 
 
-def _flush(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+def _sizes(folder: Path) -> dict[str, int]:
+    """Bytes of every file below a folder, by relative path."""
+    return {
+        path.relative_to(folder).as_posix(): path.stat().st_size
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def _flush(folder: Path) -> None:
+    """Make every file below a folder, and their names, durable."""
+    for path in folder.rglob("*"):
+        if path.is_dir():
+            sync_directory(path)
+        else:
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    sync_directory(folder)
 
 
 def _remove_leftovers(output_dir: Path) -> None:
@@ -341,12 +355,20 @@ def _read_optimizer_index(path: Path) -> dict[str, Path]:
     return dict.fromkeys(tensor_names(single), single)
 
 
-def _copy(
-    reader: SafetensorsReader, files: dict[str, Path], name: str, target: torch.Tensor, path: Path
-) -> None:
-    if name not in files:
-        raise CheckpointError(f"{path} has no tensor {name!r}: it belongs to another model")
-    value = reader.get(files[name], name)
+def _check_names(path: Path, found: dict[str, Path], state: ModelState, tensors_of: Any) -> None:
+    """Refuse another model before anything of the state is overwritten."""
+    expected = {name for unit in state.units for name in tensors_of(unit)}
+    lacking, unknown = sorted(expected - found.keys()), sorted(found.keys() - expected)
+    if lacking or unknown:
+        raise CheckpointError(
+            f"{path} belongs to another model: of this one it lacks {len(lacking)} tensors "
+            f"({', '.join(lacking[:2]) or 'none'}), and it has {len(unknown)} others "
+            f"({', '.join(unknown[:2]) or 'none'})",
+            remedy="resume with the model and the frozen parameters it was saved with",
+        )
+
+
+def _copy(value: torch.Tensor, target: torch.Tensor, name: str, path: Path) -> None:
     if value.shape != target.shape or value.dtype != target.dtype:
         raise CheckpointError(
             f"{name} in {path} is {value.dtype} {tuple(value.shape)}, the model's is "

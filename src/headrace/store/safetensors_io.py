@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 _DTYPES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.int16: "I16"}
 
 
-def write_file(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> int:
-    """Write contiguous CPU tensors; returns the file's size in bytes.
+def write_file(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    """Write contiguous CPU tensors and flush them to the disk.
 
     Raises:
         CheckpointError: the disk is full or not writable.
@@ -57,7 +57,6 @@ def write_file(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[s
             f"could not write {path}: {error.strerror}; {offset} bytes were to be written",
             remedy="free space or choose another output_dir; earlier checkpoints are untouched",
         ) from error
-    return 8 + len(encoded) + offset
 
 
 def sync_directory(path: Path) -> None:

@@ -1,0 +1,559 @@
+"""Checkpoints and exports: every bit there and back, whole or not there, readable by HF."""
+
+import builtins
+import errno
+import io
+import json
+import logging
+import os
+import resource
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from headrace.errors import CheckpointError, ConfigError
+from headrace.models.spec import ModelSpec
+from headrace.store import checkpoint
+from headrace.store.checkpoint import (
+    export_pretrained,
+    find_problem,
+    latest_checkpoint,
+    list_checkpoints,
+    load_checkpoint,
+    prune_checkpoints,
+    read_record,
+    save_checkpoint,
+)
+from headrace.store.loading import load_pretrained
+from headrace.store.safetensors_io import read_index
+from headrace.store.state import ModelState
+from tiny import (
+    differing,
+    make_batches,
+    make_engine,
+    masters,
+    planes,
+    reference_model,
+    tiny_config,
+    tiny_state,
+    train,
+)
+
+TRAINER_STATE = {"epoch": 1, "sampler": {"seed": 3, "index": 17}, "best": 2.5}
+
+
+def trained(config=None, dtype="bfloat16", *, steps=2):
+    """A spec and a state whose planes all hold something."""
+    spec, state = tiny_state(config or tiny_config(tied=True), dtype)
+    with make_engine(spec, state) as engine:
+        for seed in range(steps):
+            engine.step(make_batches(1, seed=seed), learning_rate=1e-2, max_grad_norm=1.0)
+        engine.synchronize()
+    return spec, state
+
+
+def fresh(config=None, dtype="bfloat16"):
+    spec = ModelSpec(config or tiny_config(tied=True))
+    return spec, ModelState(spec.units, dtype)
+
+
+@pytest.fixture(scope="module")
+def saved():
+    """One trained state that tests save but do not change."""
+    return trained()
+
+
+def save(output_dir, spec, state, step, **kwargs):
+    return save_checkpoint(
+        output_dir, spec, state, step=step, trainer_state=TRAINER_STATE, **kwargs
+    )
+
+
+# -- there and back ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_bit_of_every_plane(tmp_path, tied, dtype):
+    config = tiny_config("llama-bias", tied=tied)
+    spec, state = trained(config, dtype)
+    assert all(plane.any() for plane in planes(state).values())
+    path = save(tmp_path / "run", spec, state, 2)
+    assert path == tmp_path / "run" / "checkpoint-2"
+    spec, again = fresh(config, dtype)
+    assert load_checkpoint(path, spec, again) == TRAINER_STATE
+    assert differing(planes(again), planes(state)) == []
+    assert again.optimizer_step == state.optimizer_step == 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_resumed_training_is_undisturbed_training(tmp_path, dtype):
+    config = tiny_config(tied=True)
+    losses, undisturbed = train(config, steps=6, dtype=dtype, weight_decay=0.0)
+    spec, state = tiny_state(config, dtype)
+    found = []
+    for start in (0, 2, 4):  # three processes, each resuming from the last one's checkpoint
+        if start:
+            spec, state = fresh(config, dtype)
+            load_checkpoint(latest_checkpoint(tmp_path), spec, state)
+        with make_engine(spec, state) as engine:
+            for seed in (start, start + 1):
+                result = engine.step(
+                    make_batches(3, seed=seed), learning_rate=1e-3, max_grad_norm=0.5
+                )
+                found.append(result.loss)
+            engine.synchronize()
+        save(tmp_path, spec, state, start + 2)
+    assert found == losses
+    assert differing(planes(state), undisturbed) == []
+
+
+def test_frozen_parameters(tmp_path):
+    config = tiny_config(tied=True)
+    spec, state = tiny_state(config, "bfloat16", trainable=lambda name: "mlp" in name)
+    path = save(tmp_path, spec, state, 1)
+    spec = ModelSpec(config, trainable=lambda name: "mlp" in name)
+    again = ModelState(spec.units, "bfloat16")
+    load_checkpoint(path, spec, again)
+    assert differing(planes(again), planes(state)) == []
+    spec, other = fresh(config)
+    with pytest.raises(CheckpointError, match=r"lacks .*exp_avg"):
+        load_checkpoint(path, spec, other)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "mistral", "qwen2"])
+def test_transformers_loads_a_checkpoint_as_it_is(tmp_path, family, tied, dtype):
+    """Equal weights, bit for bit, and equal hidden states to rounding (sums in another order)."""
+    spec, state = trained(tiny_config(family, tied=tied), dtype, steps=1)
+    path = save(tmp_path, spec, state, 1)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    loaded = dict(model.named_parameters())
+    for unit in state.units:
+        for param in unit.layout.params:
+            working = unit.weights[param.slice].view(param.shape).float()
+            assert torch.equal(loaded[param.name], working)
+    assert AutoConfig.from_pretrained(path).dtype == getattr(torch, dtype)
+    ids = torch.randint(0, 96, (2, 11), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        output = model(ids, output_hidden_states=True)
+    with make_engine(spec, state) as engine:
+        for layer, wanted in enumerate(output.hidden_states):
+            hidden = engine.hidden_states(ids, layer=layer)
+            assert (hidden - wanted).abs().max() < 1e-5
+        logits = hidden @ model.lm_head.weight.T
+    assert (logits - output.logits).abs().max() < 1e-5
+
+
+def test_export(tmp_path, saved, tokenizer):
+    spec, state = saved
+    folder = export_pretrained(spec, state, tmp_path / "out" / "model", tokenizer)
+    names = {path.name for path in folder.iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
+    assert not [name for name in names if "optimizer" in name or name == checkpoint.RECORD]
+    assert list((tmp_path / "out").iterdir()) == [folder]
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.dtype == torch.bfloat16
+    assert AutoTokenizer.from_pretrained(folder).eos_token == tokenizer.eos_token
+    # It loads back as working weights without remainder.
+    spec, again = fresh()
+    load_pretrained(spec, again, folder)
+    for unit, other in zip(state.units, again.units, strict=True):
+        assert torch.equal(unit.weights.view(torch.int16), other.weights.view(torch.int16))
+
+
+def test_export_overwrites_nothing(tmp_path, saved):
+    spec, state = saved
+    (tmp_path / "empty").mkdir()
+    export_pretrained(spec, state, tmp_path / "empty")
+    with pytest.raises(ConfigError, match="exists and is not empty"):
+        export_pretrained(spec, state, tmp_path / "empty")
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ConfigError, match="exists and is not empty"):
+        export_pretrained(spec, state, tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_tied_weights_saved_twice(tmp_path):
+    """Pitfall 17. One storage, one key, after save → load → train → save; HF ties them again."""
+    config = tiny_config(tied=True)
+    spec, state = trained(config)
+    first = save(tmp_path / "a", spec, state, 1)
+    spec, state = fresh(config)
+    load_checkpoint(first, spec, state)
+    with make_engine(spec, state) as engine:
+        engine.step(make_batches(1, seed=9), learning_rate=1e-2, max_grad_norm=1.0)
+        engine.synchronize()
+    second = save(tmp_path / "b", spec, state, 2)
+    for path in (first, second):
+        with safe_open(path / "model.safetensors", framework="pt") as file:
+            keys = list(file.keys())
+        assert "model.embed_tokens.weight" in keys
+        assert "lm_head.weight" not in keys
+        assert len(keys) == len(set(spec.parameter_names()))
+        model = AutoModelForCausalLM.from_pretrained(path)
+        assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+        assert AutoConfig.from_pretrained(path).tie_word_embeddings
+    assert state.state_bytes == 12 * spec.num_parameters
+    assert spec.num_parameters == model.num_parameters()
+
+
+def assert_index_is_what_is_there(folder, stem, expected):
+    index = folder / f"{stem}.safetensors.index.json"
+    files = sorted(path.name for path in folder.glob(f"{stem}*.safetensors"))
+    if index.exists():
+        weight_map = json.loads(index.read_text())["weight_map"]
+        assert len(files) > 1
+        assert sorted(set(weight_map.values())) == files
+        assert set(weight_map) == expected
+    else:
+        assert files == [f"{stem}.safetensors"]
+    keys = []
+    for name in files:
+        with safe_open(folder / name, framework="pt") as file:
+            here = list(file.keys())
+        keys += here
+        if index.exists():
+            assert all(weight_map[key] == name for key in here)
+    assert len(keys) == len(set(keys))
+    assert set(keys) == expected
+
+
+def test_index_and_shards_disagree(tmp_path, saved, monkeypatch):
+    """Pitfall 18. Re-saved with fewer shards: keys = index = files, for weights and moments."""
+    spec, state = saved
+    names = set(spec.parameter_names())
+    moments = {f"{n}.{kind}" for n in names for kind in ("exp_avg", "exp_avg_sq", "remainder")}
+    counts = []
+    for shard_bytes in (4_000, 30_000, 1 << 30):
+        monkeypatch.setattr(checkpoint, "SHARD_BYTES", shard_bytes)
+        path = save(tmp_path / "run", spec, state, 3)
+        export = export_pretrained(spec, state, tmp_path / f"export-{shard_bytes}")
+        for folder in (path, export):
+            assert_index_is_what_is_there(folder, "model", names)
+        assert_index_is_what_is_there(path, "optimizer", moments)
+        counts.append(len(list(path.glob("*.safetensors"))))
+        _, again = fresh()
+        load_checkpoint(path, spec, again)
+        assert differing(planes(again), planes(state)) == []
+        AutoModelForCausalLM.from_pretrained(path)
+    assert counts[0] > counts[1] > counts[2] == 2
+
+
+def test_rotary_buffers_after_meta_device_loading(tmp_path, saved):
+    """Pitfall 19. Nothing but parameters is saved; HF's buffers are those of a fresh model."""
+    spec, state = saved
+    path = save(tmp_path, spec, state, 1)
+    assert set(read_index(path)) == set(spec.parameter_names())
+    loaded = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    built = reference_model(spec, state)
+    for (name, buffer), (_, wanted) in zip(
+        loaded.named_buffers(), built.named_buffers(), strict=True
+    ):
+        assert torch.equal(buffer, wanted), name
+
+
+def test_embedding_resized_to_the_tokenizer(tmp_path, tokenizer):
+    """Pitfall 20. A vocabulary padded beyond the tokenizer keeps its size and its rows."""
+    padded = len(tokenizer) + 37
+    config = tiny_config(tied=True, vocab_size=padded)
+    spec, state = trained(config)
+    path = save(tmp_path / "run", spec, state, 1, tokenizer=tokenizer)
+    export = export_pretrained(spec, state, tmp_path / "export", tokenizer)
+    for folder in (path, export):
+        assert AutoConfig.from_pretrained(folder).vocab_size == padded
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        assert model.get_input_embeddings().weight.shape == (padded, 32)
+        assert len(AutoTokenizer.from_pretrained(folder)) == len(tokenizer)
+        reloaded = ModelSpec.from_pretrained(str(folder))
+        again = ModelState(reloaded.units, "bfloat16")
+        load_pretrained(reloaded, again, folder)
+        assert torch.equal(again.units[0].weights, state.units[0].weights)
+
+
+def test_tokenizer_with_several_chat_templates(tmp_path, saved, tokenizer):
+    """They are saved in a folder of their own inside the checkpoint."""
+    spec, state = saved
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "tools: {{ messages }}"}
+    path = save(tmp_path, spec, state, 1, tokenizer=tokenizer)
+    assert find_problem(path) is None
+    assert AutoTokenizer.from_pretrained(path).chat_template == tokenizer.chat_template
+    assert any("/" in name for name in read_record(path)["files"])
+
+
+# -- which checkpoint ----------------------------------------------------------------------
+
+
+def test_latest_is_the_highest_step(tmp_path, saved):
+    assert latest_checkpoint(tmp_path / "absent") is None
+    assert latest_checkpoint(tmp_path) is None
+    for step in (9, 100, 20):
+        save(tmp_path, *saved, step)
+    (tmp_path / "checkpoint-500x").mkdir()
+    (tmp_path / "checkpoint-600").write_text("a file")
+    assert latest_checkpoint(tmp_path).name == "checkpoint-100"
+    assert [path.name for path in list_checkpoints(tmp_path)] == [
+        "checkpoint-9",
+        "checkpoint-20",
+        "checkpoint-100",
+    ]
+
+
+@pytest.mark.parametrize(
+    "victim", ["model.safetensors", "optimizer.safetensors", "config.json", "headrace.json"]
+)
+@pytest.mark.parametrize("damage", ["truncated", "empty", "missing"])
+def test_partly_written_checkpoint_is_passed_over(tmp_path, saved, caplog, victim, damage):
+    """Pitfall 16. A damaged newest one: a warning that names it, and the one before it."""
+    previous = save(tmp_path, *saved, 1)
+    newest = save(tmp_path, *saved, 2)
+    path = newest / victim
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[: -1 if damage == "truncated" else 0])
+    # The record's last byte is a line end, without which it is still whole.
+    harmless = victim == "headrace.json" and damage == "truncated"
+    with caplog.at_level(logging.WARNING, logger="headrace.store.checkpoint"):
+        assert latest_checkpoint(tmp_path) == (newest if harmless else previous)
+    if not harmless:
+        assert [str(newest) in message for message in caplog.messages] == [True]
+        assert victim in caplog.text
+        spec, state = fresh()
+        before = planes(state)
+        with pytest.raises(CheckpointError, match=f"checkpoint-2 is not .*{victim}"):
+            load_checkpoint(newest, spec, state)
+        assert differing(planes(state), before) == []
+
+
+def test_bytes_changed_on_the_disk(tmp_path, saved):
+    """A header that no longer describes the file is refused, not read."""
+    path = save(tmp_path, *saved, 1)
+    data = bytearray((path / "optimizer.safetensors").read_bytes())
+    data[8:40] = b"\0" * 32
+    (path / "optimizer.safetensors").write_bytes(data)
+    spec, state = fresh()
+    with pytest.raises(CheckpointError, match=r"optimizer\.safetensors is not a whole"):
+        load_checkpoint(path, spec, state)
+
+
+def test_older_format_is_refused(tmp_path, saved):
+    path = save(tmp_path, *saved, 1)
+    record = json.loads((path / checkpoint.RECORD).read_text())
+    (path / checkpoint.RECORD).write_text(json.dumps(record | {"format_version": 0}))
+    with pytest.raises(CheckpointError, match="format version 0"):
+        load_checkpoint(path, *fresh())
+
+
+OTHERS = {
+    "more layers": ({"num_hidden_layers": 4}, r"lacks .*layers\.3\."),
+    "fewer layers": ({"num_hidden_layers": 2}, r"has .* others \(model\.layers\.2\."),
+    "untied": ({"tied": False}, r"lacks .*lm_head\.weight"),
+    "wider": ({"hidden_size": 48}, r"embed_tokens\.weight .*\(96, 32\).*\(96, 48\)"),
+    "family": ({"family": "llama"}, r"others \(model\.layers\.0\.self_attn\.k_norm"),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_checkpoint_of_another_model(tmp_path, saved, other):
+    overrides, message = OTHERS[other]
+    path = save(tmp_path, *saved, 1)
+    config = tiny_config(**{"tied": True} | overrides)
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(path, *fresh(config))
+
+
+def test_checkpoint_of_another_dtype(tmp_path, saved):
+    path = save(tmp_path, *saved, 1)
+    with pytest.raises(CheckpointError, match="dtype bfloat16, this run has float32"):
+        load_checkpoint(path, *fresh(dtype="float32"))
+
+
+def test_folder_that_is_no_checkpoint(tmp_path):
+    with pytest.raises(CheckpointError, match=r"not a complete checkpoint: headrace\.json"):
+        load_checkpoint(tmp_path, *fresh())
+
+
+def test_pruning_keeps_the_newest_complete_ones(tmp_path, saved):
+    paths = [save(tmp_path, *saved, step) for step in (1, 2, 3, 4)]
+    (paths[3] / "model.safetensors").unlink()
+    assert prune_checkpoints(tmp_path, keep=2) == [paths[0]]
+    assert list_checkpoints(tmp_path) == paths[1:]
+    assert prune_checkpoints(tmp_path, keep=2) == []
+    assert latest_checkpoint(tmp_path) == paths[2]
+
+
+def test_pruning_that_was_killed(tmp_path, saved, monkeypatch):
+    """Renamed before it is emptied: what is left never counts, and the next save clears it."""
+    for step in (1, 2):
+        save(tmp_path, *saved, step)
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda *args, **kwargs: None)
+    prune_checkpoints(tmp_path, keep=1)
+    monkeypatch.undo()
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-2"]
+    save(tmp_path, *saved, 3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-3"]
+
+
+# -- disk full -----------------------------------------------------------------------------
+
+
+def write_operations(monkeypatch, on_operation):
+    """Call ``on_operation(name)`` before every operation of this process that changes a disk."""
+
+    class Counting:
+        """A file that announces its writes."""
+
+        def __init__(self, file):
+            self._file = file
+
+        def write(self, data):
+            on_operation("write")
+            return self._file.write(data)
+
+        def __getattr__(self, name):
+            return getattr(self._file, name)
+
+        def __enter__(self):
+            self._file.__enter__()
+            return self
+
+        def __exit__(self, *error):
+            return self._file.__exit__(*error)
+
+        def __iter__(self):
+            return iter(self._file)
+
+    def announced(module, name, *, only=lambda *args, **kwargs: True):
+        original = getattr(module, name)
+
+        def call(*args, **kwargs):
+            if only(*args, **kwargs):
+                on_operation(name)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, call)
+
+    original_open = io.open
+
+    def opening(file, mode="r", *args, **kwargs):
+        if "r" in mode and "+" not in mode:
+            return original_open(file, mode, *args, **kwargs)
+        on_operation("open")
+        return Counting(original_open(file, mode, *args, **kwargs))
+
+    monkeypatch.setattr(io, "open", opening)
+    monkeypatch.setattr(builtins, "open", opening)
+    for name in ("fsync", "mkdir", "rename", "rmdir", "unlink"):
+        announced(os, name)
+
+
+def count_operations(monkeypatch, work):
+    names = []
+    with monkeypatch.context() as patch:
+        write_operations(patch, names.append)
+        work()
+    return names
+
+
+def test_disk_full_at_any_operation_of_a_save(tmp_path, saved, monkeypatch):
+    """Each write, flush and rename of a save fails in turn: earlier checkpoints stay, and load."""
+    spec, state = saved
+    names = count_operations(monkeypatch, lambda: save(tmp_path / "count", spec, state, 2))
+    assert names.count("write") > 80
+    assert {"open", "fsync", "mkdir", "rename"} <= set(names)
+    previous = save(tmp_path / "run", spec, state, 1)
+    reached = 0
+    for victim in range(len(names)):
+        seen = []
+
+        def fail(name, seen=seen, victim=victim):
+            seen.append(name)
+            if len(seen) == victim + 1:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with monkeypatch.context() as patch:
+            write_operations(patch, fail)
+            try:
+                save(tmp_path / "run", spec, state, 2)
+            except CheckpointError as error:
+                reached += 1
+                assert "No space left on device" in str(error)  # noqa: PT017 - some operations may fail harmlessly
+        found = latest_checkpoint(tmp_path / "run")
+        if found != previous:  # the rename was done: the folder is complete
+            assert found.name == "checkpoint-2"
+            assert find_problem(found) is None
+            checkpoint.shutil.rmtree(found)
+        assert find_problem(previous) is None
+        left = {path.name for path in (tmp_path / "run").iterdir()} - {"checkpoint-1"}
+        assert left == set()
+    assert reached > 0.9 * len(names)
+    spec, again = fresh()
+    load_checkpoint(previous, spec, again)
+    assert differing(planes(again), planes(state)) == []
+
+
+@pytest.mark.parametrize("part", ["model", "optimizer"])
+def test_disk_takes_no_more_bytes(tmp_path, saved, part):
+    """The system itself refuses the last byte of the weights, of the moments."""
+    spec, state = saved
+    previous = save(tmp_path / "run", spec, state, 1)
+    limit = read_record(previous)["files"][f"{part}.safetensors"] - 1
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        with pytest.raises(CheckpointError, match="File too large"):
+            save(tmp_path / "run", spec, state, 2)
+        if part == "model":
+            with pytest.raises(CheckpointError, match="File too large"):
+                export_pretrained(spec, state, tmp_path / "export" / "model")
+            assert not any((tmp_path / "export").iterdir())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert latest_checkpoint(tmp_path / "run") == previous
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoint-1"]
+
+
+def test_tokenizer_that_cannot_be_written(tmp_path, saved, tokenizer):
+    """Its library raises errors of its own."""
+    spec, state = saved
+    tokenizer.add_tokens([f"token-{number:06d}" * 20 for number in range(3000)])
+    previous = save(tmp_path / "run", spec, state, 1)
+    limit = max(read_record(previous)["files"].values()) + 1
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        with pytest.raises(CheckpointError, match="File too large"):
+            save(tmp_path / "run", spec, state, 2, tokenizer=tokenizer)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoint-1"]
+
+
+def test_output_dir_that_is_a_file(tmp_path, saved):
+    spec, state = saved
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="could not write"):
+        save(tmp_path / "file", spec, state, 1)
+
+
+def test_replaced_checkpoint(tmp_path, saved):
+    """A second save of a step replaces the first."""
+    spec, state = trained(steps=1)
+    save(tmp_path, spec, state, 5)
+    path = save(tmp_path, *saved, 5)
+    spec, again = fresh()
+    load_checkpoint(path, spec, again)
+    assert differing(planes(again), planes(saved[1])) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-5"]
+
+
+def test_saving_only_reads(tmp_path, saved):
+    before = planes(saved[1])
+    wanted = masters(saved[1])
+    save(tmp_path, *saved, 1)
+    assert differing(planes(saved[1]), before) == []
+    assert all(torch.equal(value, wanted[name]) for name, value in masters(saved[1]).items())
