@@ -23,6 +23,7 @@ def build_command(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="key=value, e.g. cutoff=2017-06-30.")
     ] = None,
+    *,
     num_workers: Annotated[
         int | None, typer.Option("--workers", min=1, help="Processes; default: as many as cores.")
     ] = None,
@@ -54,6 +55,7 @@ def build_command(
 @app.command("inspect")
 def inspect_command(
     corpus: Annotated[Path, typer.Argument(help="A corpus folder, or one of its vintages.")],
+    *,
     find: Annotated[str | None, typer.Option(help="List documents that hold this text.")] = None,
     ignore_case: Annotated[
         bool, typer.Option("--ignore-case", help="For --find: letters of either case.")

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from headrace.corpus.fingerprints import band_keys, exact_key, similarity
+from headrace.corpus.fingerprints import band_keys, short_key, similarity
 from headrace.corpus.spill import Spill, bucket_of, num_buckets_for
-from headrace.corpus.unit_pass import read_index
+from headrace.corpus.unit_files import read_index
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -146,8 +146,8 @@ class DuplicateSearch:
                     continue
                 if kind == REVISION and unit.source in self._rules.keep_ids:
                     given = np.where(given == 0, index["id_key"], given)
-                keyed["key"] = _scatter(given ^ np.uint64(_source_key(unit.source)))
-                keyed["key2"] = _source_key(unit.source)
+                keyed["key"] = _scatter(given ^ np.uint64(short_key(unit.source)))
+                keyed["key2"] = short_key(unit.source)
                 keyed = keyed[given != 0]
             spill.add(bucket_of(keyed["key"], num_buckets), keyed)
         for records in spill:
@@ -208,10 +208,6 @@ class DuplicateSearch:
             shape=(unit.num_rows, self._rules.near.num_perm),
         )
         return np.array(stored[rows])
-
-
-def _source_key(name: str) -> int:
-    return int.from_bytes(exact_key(name.encode())[:8], "little")
 
 
 def _scatter(keys: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -2,8 +2,9 @@
 
 Byte-level BPE never merges across the pieces its pre-tokenizer cuts, and every common
 pre-tokenizer cuts (a) before a space that a visible character follows and (b) after a single
-line feed between visible characters (a longer run is cut differently at a text's end). So a text is cut there first, and the ids of each piece are
-remembered: the same words come again and again.
+line feed between visible characters (a longer run is cut differently at a text's end). So a
+text is cut there first, and the ids of each piece are remembered: the same words come again
+and again.
 
 :class:`ReferenceEncoder` is the library itself. :func:`make_encoder` gives the fast one only
 for tokenizers whose parts are known to cut there, and the fast one compares itself with the

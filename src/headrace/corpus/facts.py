@@ -16,7 +16,7 @@ import numpy as np
 from headrace.corpus.document import BAD_REASONS
 from headrace.corpus.duplicates import EXACT, NEAR, SAME_ID, DuplicateSearch, IndexedUnit
 from headrace.corpus.shards import MentionCounts
-from headrace.corpus.unit_pass import read_index
+from headrace.corpus.unit_files import read_index
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

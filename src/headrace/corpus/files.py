@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 _TEMPORARY = ".tmp-"
+COMPLETE = "complete.json"
+"""Sizes of a folder's files, written last: its presence says that the folder is whole."""
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
@@ -80,7 +82,7 @@ def write_json(path: Path, value: Any) -> None:
 def whole_folder(place: Path) -> Iterator[Path]:
     """A folder to fill; it takes its place when the block ends well, and vanishes otherwise.
 
-    A record of the files' sizes is added as ``complete.json`` (:func:`is_whole`).
+    A record of the files' sizes is added (:data:`COMPLETE`, :func:`is_whole`).
     """
     place.parent.mkdir(parents=True, exist_ok=True)
     temporary = place.with_name(f"{_TEMPORARY}{place.name}.{os.getpid()}")
@@ -93,7 +95,7 @@ def whole_folder(place: Path) -> Iterator[Path]:
             for path in sorted(temporary.rglob("*"))
             if path.is_file()
         }
-        (temporary / "complete.json").write_text(json.dumps(sizes), encoding="utf-8")
+        (temporary / COMPLETE).write_text(json.dumps(sizes), encoding="utf-8")
         sync_tree(temporary)
         if place.exists():
             shutil.rmtree(place)
@@ -107,7 +109,7 @@ def whole_folder(place: Path) -> Iterator[Path]:
 def is_whole(place: Path) -> bool:
     """Whether a folder of :func:`whole_folder` is there with all its files at their sizes."""
     try:
-        sizes: Mapping[str, int] = json.loads((place / "complete.json").read_text("utf-8"))
+        sizes: Mapping[str, int] = json.loads((place / COMPLETE).read_text("utf-8"))
         return all((place / name).stat().st_size == size for name, size in sizes.items())
     except (OSError, ValueError):
         return False

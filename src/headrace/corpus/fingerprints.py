@@ -1,9 +1,9 @@
 """What says that two texts are the same: an exact key, and MinHash signatures of word shingles.
 
-Normalised text is case-folded with white space collapsed. A shingle is ``shingle_words``
-consecutive words; in scripts without spaces each character is a word. Signatures equal those
-of datasketch's ``affine32`` scheme on the same 32-bit shingle hashes (the plain reference in
-the tests); the arithmetic here is on whole arrays.
+Folded text is case-folded UTF-8. The exact key leaves white space out. A shingle is
+``shingle_words`` consecutive words; in scripts without spaces each character is a word.
+Signatures equal those of datasketch's ``affine32`` scheme on the same 32-bit shingle hashes
+(the plain reference in the tests); the arithmetic here is on whole arrays.
 
 Sources: A. Broder, "On the resemblance and containment of documents", 1997; the finaliser is
 MurmurHash3's.
@@ -34,14 +34,24 @@ _SHINGLE_BASE = np.uint64(0xD6E8FEB86659FD93)
 _BLOCK = 2048
 
 
-def normalise(text: str) -> str:
-    """Case-folded text with every run of white space as one space."""
-    return " ".join(text.split()).casefold()
+_LOWER = bytes(ord(chr(b).lower()) if b < 0x80 else b for b in range(256))
+_WHITE = b" \t\n\r\v\f\x1c\x1d\x1e\x1f"
 
 
-def exact_key(normalised: bytes) -> bytes:
-    """16 bytes that differ for different normalised texts (BLAKE2b)."""
-    return hashlib.blake2b(normalised, digest_size=16).digest()
+def fold(text: str) -> bytes:
+    """UTF-8 of the case-folded text; white space stays."""
+    return text.encode().translate(_LOWER) if text.isascii() else text.casefold().encode()
+
+
+def exact_key(folded: bytes) -> bytes:
+    """16 bytes that differ for texts that differ in more than case and white space (BLAKE2b)."""
+    return hashlib.blake2b(folded.translate(None, _WHITE), digest_size=16).digest()
+
+
+def short_key(name: str) -> int:
+    """64 bits of a name (an id, a source), never zero."""
+    digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little") or 1
 
 
 def _powers(base: int, count: int) -> NDArray[np.uint64]:
@@ -63,7 +73,7 @@ def _word_table() -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.uint
 
 
 class MinHasher:
-    """Signatures of normalised texts."""
+    """Signatures of folded texts."""
 
     def __init__(self, *, num_perm: int, shingle_words: int, seed: int) -> None:
         """Draw the permutations ``h -> a*h + b mod 2^32``, ``a`` odd."""
@@ -77,9 +87,9 @@ class MinHasher:
         self._powers = _powers(_BASE, _SEGMENT + 8)
         self._inverses = _powers(_BASE_INVERSE, _SEGMENT + 8)
 
-    def signature(self, normalised: bytes) -> NDArray[np.uint32]:
+    def signature(self, folded: bytes) -> NDArray[np.uint32]:
         """The signature (P) of one text; a text without words has all bits set."""
-        hashes_M = self.shingle_hashes(normalised)
+        hashes_M = self.shingle_hashes(folded)
         return self.signature_of_hashes(hashes_M)
 
     def signatures(self, texts: Sequence[bytes]) -> NDArray[np.uint32]:
@@ -99,9 +109,9 @@ class MinHasher:
             np.minimum(best_P, permuted_PM.min(axis=1), out=best_P)
         return best_P
 
-    def shingle_hashes(self, normalised: bytes) -> NDArray[np.uint32]:
+    def shingle_hashes(self, folded: bytes) -> NDArray[np.uint32]:
         """32-bit hashes of the shingles, in order, repeats included."""
-        words = self._word_hashes(normalised)
+        words = self._word_hashes(folded)
         if words.size == 0:
             return np.empty(0, dtype=np.uint32)
         width = min(self._shingle_words, words.size)
@@ -114,17 +124,17 @@ class MinHasher:
         mixed *= np.uint64(_BASE)
         return (mixed >> np.uint64(32)).astype(np.uint32)
 
-    def _word_hashes(self, normalised: bytes) -> NDArray[np.uint64]:
-        if len(normalised) <= _SEGMENT:
-            return self._segment_hashes(normalised)
+    def _word_hashes(self, folded: bytes) -> NDArray[np.uint64]:
+        if len(folded) <= _SEGMENT:
+            return self._segment_hashes(folded)
         pieces = []
         start = 0
-        while start < len(normalised):
-            end = min(start + _SEGMENT, len(normalised))
-            if end < len(normalised):
-                space = normalised.rfind(b" ", start, end)
+        while start < len(folded):
+            end = min(start + _SEGMENT, len(folded))
+            if end < len(folded):
+                space = folded.rfind(b" ", start, end)
                 end = space if space > start else end
-            pieces.append(self._segment_hashes(normalised[start:end]))
+            pieces.append(self._segment_hashes(folded[start:end]))
             start = end
         return np.concatenate(pieces)
 

@@ -32,8 +32,7 @@ def describe(manifest: Manifest) -> str:
     lines = [f"{manifest.path}"]
     if len(vintages) > 1:
         lines.append("vintages:")
-        for vintage in vintages:
-            lines.append(f"  {vintage.data['cutoff_name']:>14}  {_size(vintage)}")
+        lines += [f"  {v.data['cutoff_name']:>14}  {_size(v)}" for v in vintages]
     lines += ["", *_describe_one(vintages[-1])]
     return "\n".join(lines)
 
@@ -57,11 +56,11 @@ def _describe_one(manifest: Manifest) -> list[str]:
     }
     told = ", ".join(f"{n} {what}" for what, n in ended.items() if n) or "none left out"
     lines.append(f"of {counts['records']} records: {told}")
-    for source in data["sources"]:
-        lines.append(
-            f"  {source['name']} ({source['type']}, {source['license']}): {source['files']} files, "
-            f"available at: {source['available_at']}"
-        )
+    lines += [
+        f"  {source['name']} ({source['type']}, {source['license']}): {source['files']} files, "
+        f"available at: {source['available_at']}"
+        for source in data["sources"]
+    ]
     lines += ["", *histogram_lines(data["histogram"])]
     lines.append("")
     lines += [f"{_MARKS[c['status']]}  {c['name']}: {c['message']}" for c in manifest.checks]
@@ -234,9 +233,9 @@ def describe_diff(diff: Mapping[str, Any]) -> str:
     if diff["identical"] and not any(diff[key] for key in diff if key != "identical"):
         return "the two corpora are the same"
     lines = ["contents are the same" if diff["identical"] else "contents differ"]
-    for key in ("cutoff", "tokenizer"):
-        if diff[key]:
-            lines.append(f"{key}: {diff[key][0]} -> {diff[key][1]}")
+    lines += [
+        f"{key}: {diff[key][0]} -> {diff[key][1]}" for key in ("cutoff", "tokenizer") if diff[key]
+    ]
     for key in ("settings", "rule_versions", "counts", "checks"):
         lines += [f"{key}.{name}: {old} -> {new}" for name, (old, new) in diff[key].items()]
     for name, changes in diff["sources"].items():

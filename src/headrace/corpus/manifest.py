@@ -55,7 +55,7 @@ class Manifest:
             raise DataError(f"{file} is not a corpus manifest")
         if data["version"] > FORMAT_VERSION:
             raise DataError(
-                f"{file} has format version {data['version']}, this headrace reads {FORMAT_VERSION}",
+                f"{file} has format version {data['version']}, newer than {FORMAT_VERSION}",
                 remedy="update headrace",
             )
         return Manifest(path=file.parent, data=data)

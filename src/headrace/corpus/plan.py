@@ -93,6 +93,12 @@ class Plan:
             for name, files in self.files.items()
         }
 
+    def tokenizer_place(self, key: str) -> Path:
+        """Where the tokenizer with this key is."""
+        place = self.work / "tokenizers" / key[:32]
+        self.used.add(place)
+        return place
+
     def token_place(self, number: int, masks: Path, tokenizer_sha256: str) -> Path:
         """Where a unit's tokens are: they depend on unit, tokenizer and which rows are wanted."""
         wanted = np.fromfile(mask_file(masks, number), dtype=np.uint64) != 0

@@ -16,7 +16,6 @@ OUTPUT's own manifest lists them. Files that vintages share are one file with se
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from headrace import __version__
 from headrace.corpus.config import CorpusConfig, rule_for
 from headrace.corpus.files import (
+    COMPLETE,
     canonical_json,
     file_sha256,
     hash_of,
@@ -54,6 +54,16 @@ class ShardFiles:
     documents: Path
     tokens: Path | None
     num_rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vintage:
+    """One vintage: its cutoff, the bit of the masks that means it, its facts and checks."""
+
+    cutoff: Cutoff
+    bit: int
+    facts: dict[str, Any]
+    checks: list[dict[str, Any]]
 
 
 def check_output(place: Path) -> None:
@@ -112,6 +122,7 @@ class Publisher:
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir(parents=True)
         self._hashes: dict[int, str] = {}
+        self._manifests: list[tuple[Cutoff, dict[str, Any]]] = []
 
     def shared_file(self, name: str) -> Path:
         """Where a file that all vintages have is written, once."""
@@ -120,20 +131,17 @@ class Publisher:
 
     def add_vintage(
         self,
-        cutoff: Cutoff,
-        bit: int,
+        vintage: Vintage,
         shards: Iterable[ShardFiles],
-        facts: Mapping[str, Any],
-        checks: Sequence[Mapping[str, Any]],
         tokenizer_folder: Path | None,
         *,
         alone: bool,
-    ) -> dict[str, Any]:
+    ) -> None:
         """Link a vintage's files into its folder and write its manifest."""
-        folder = self._building if alone else self._building / cutoff.name
+        folder = self._building if alone else self._building / vintage.cutoff.name
         outputs: list[dict[str, Any]] = []
         for shard in shards:
-            if not shard.mask >> bit & 1:
+            if not shard.mask >> vintage.bit & 1:
                 continue
             for kind, source in (("documents", shard.documents), ("tokens", shard.tokens)):
                 if source is not None:
@@ -142,7 +150,7 @@ class Publisher:
                     outputs.append(self._output(folder, target, shard.num_rows))
         if tokenizer_folder is not None:
             for source in sorted(tokenizer_folder.iterdir()):
-                if source.name != "complete.json":
+                if source.name != COMPLETE:
                     target = folder / "tokenizer" / source.name
                     link_or_copy(source, target)
                     outputs.append(self._output(folder, target, None))
@@ -150,9 +158,9 @@ class Publisher:
             if not alone:
                 link_or_copy(self._building / name, folder / name)
             outputs.append(self._output(folder, folder / name, None))
-        manifest = self._manifest(cutoff, facts, checks, outputs)
+        manifest = self._manifest(vintage, outputs)
         write_json(folder / MANIFEST_FILE, manifest)
-        return manifest
+        self._manifests.append((vintage.cutoff, manifest))
 
     def _output(self, folder: Path, path: Path, num_rows: int | None) -> dict[str, Any]:
         status = path.stat()
@@ -167,14 +175,8 @@ class Publisher:
             entry["rows"] = num_rows
         return entry
 
-    def _manifest(
-        self,
-        cutoff: Cutoff,
-        facts: Mapping[str, Any],
-        checks: Sequence[Mapping[str, Any]],
-        outputs: Sequence[Mapping[str, Any]],
-    ) -> dict[str, Any]:
-        config = self._config
+    def _manifest(self, vintage: Vintage, outputs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        config, cutoff, facts = self._config, vintage.cutoff, vintage.facts
         sources = []
         for source in config.sources:
             rule = rule_for(config, source)
@@ -200,7 +202,7 @@ class Publisher:
             "counts": facts["counts"],
             "sources": sources,
             "histogram": facts["histogram"],
-            "checks": list(checks),
+            "checks": list(vintage.checks),
             "languages": facts["languages"],
             "tokenizer": facts["tokenizer"],
             "rule_versions": self._rules,
@@ -208,8 +210,9 @@ class Publisher:
             "outputs": list(outputs),
         }
 
-    def finish(self, manifests: Sequence[tuple[Cutoff, Mapping[str, Any]]]) -> Manifest:
+    def finish(self) -> Manifest:
         """Write the list of vintages where there are several, and move the corpus in place."""
+        manifests = self._manifests
         if len(manifests) > 1:
             latest = manifests[-1][1]
             write_json(
@@ -239,9 +242,7 @@ class Publisher:
         return Manifest.load(self._place)
 
 
-def write_failure(folder: Path, record: Mapping[str, Any]) -> None:
-    """Leave what a refused build found beside its work: ``failed/report.json``."""
+def write_failure(folder: Path, name: str, record: Mapping[str, Any]) -> None:
+    """Leave what a refused build found beside its work."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "report.json").write_text(
-        json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-    )
+    write_json(folder / name, record)

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from headrace.corpus.document import BAD_REASONS
 from headrace.corpus.duplicates import REASON_OF_KIND, DuplicateSearch, IndexedUnit
-from headrace.corpus.unit_pass import REJECTED, read_index
+from headrace.corpus.unit_files import REJECTED, read_index
 from headrace.errors import DataError
 
 if TYPE_CHECKING:
@@ -237,9 +237,12 @@ def refuse_bad_sources(
                 where += f", record {first['position']}"
             elif "byte" in first:
                 where += f", byte {first['byte']}"
-            lines.append(f"  {count} × {reason}, first at {where}: {first.get('detail', '')}")
+            lines.append(f"  {count} of {reason}, first at {where}: {first.get('detail', '')}")
     if lines:
         raise DataError(
             "\n    ".join(lines),
-            remedy=f"see {listing}; mend the input, its rule for available_at, or raise max_bad_share",
+            remedy=(
+                f"see {listing}; mend the input or its rule for available_at, "
+                "or raise max_bad_share"
+            ),
         )

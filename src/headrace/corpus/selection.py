@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.corpus.unit_pass import read_index
+from headrace.corpus.unit_files import read_index
 
 if TYPE_CHECKING:
     from headrace.corpus.config import Sampling

@@ -9,13 +9,15 @@ from __future__ import annotations
 import difflib
 import typing
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from headrace.errors import ConfigError
+
+if typing.TYPE_CHECKING:
+    from pathlib import Path
 
 
 class Settings(BaseModel):
@@ -54,7 +56,7 @@ def apply_overrides(values: Mapping[str, Any], words: Sequence[str]) -> dict[str
     Raises:
         ConfigError: a word without ``=``, or a path through something that has no keys.
     """
-    result = _copied(values)
+    result: dict[str, Any] = _copied(values)
     for word in words:
         key, equals, text = word.partition("=")
         if not equals or not key:

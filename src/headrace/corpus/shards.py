@@ -24,7 +24,7 @@ from headrace.corpus.encode import PieceEncoder, make_encoder
 from headrace.corpus.files import is_whole, whole_folder
 from headrace.corpus.instants import DAY_US, from_microseconds, month_of
 from headrace.corpus.tokenizer import load_tokenizer
-from headrace.corpus.unit_pass import DOCUMENTS
+from headrace.corpus.unit_files import DOCUMENTS, REPEATED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -149,7 +149,10 @@ class _Segment:
 
     def __init__(self, job: ShardJob, folder: Path, mask: int, has_tokens: bool) -> None:
         self._documents = pq.ParquetWriter(
-            folder / f"{mask:x}.documents.parquet", DOCUMENTS, compression="zstd"
+            folder / f"{mask:x}.documents.parquet",
+            DOCUMENTS,
+            compression="zstd",
+            use_dictionary=list(REPEATED),
         )
         self._tokens = (
             pq.ParquetWriter(folder / f"{mask:x}.tokens.parquet", TOKENS, compression="zstd")

@@ -54,7 +54,7 @@ def judge(config: CorpusConfig, facts: Mapping[str, Any]) -> list[dict[str, Any]
     """All checks of one vintage from its counted facts."""
     checks, counts = config.checks, facts["counts"]
     documents = counts["documents"]
-    result = [_bad_input(config, facts)]
+    result = [_bad_input(facts)]
     mentions = facts["mentions"]
     share = _share(mentions["num_sure"], documents)
     result.append(
@@ -79,8 +79,9 @@ def judge(config: CorpusConfig, facts: Mapping[str, Any]) -> list[dict[str, Any]
             share,
             checks.near_duplicates.max_share,
             checks.near_duplicates.action,
-            f"{duplicates['near']} near-duplicates and {duplicates['exact']} exact ones removed, the "
-            f"earliest kept; {duplicates['across']} documents after the cutoff repeat one before it",
+            f"{duplicates['near']} near-duplicates and {duplicates['exact']} exact ones removed, "
+            f"the earliest kept; {duplicates['across']} documents after the cutoff repeat one "
+            "before it",
             counts={k: v for k, v in duplicates.items() if k != "examples"},
             examples=duplicates["examples"],
         )
@@ -128,7 +129,7 @@ def judge(config: CorpusConfig, facts: Mapping[str, Any]) -> list[dict[str, Any]
     return result
 
 
-def _bad_input(config: CorpusConfig, facts: Mapping[str, Any]) -> dict[str, Any]:
+def _bad_input(facts: Mapping[str, Any]) -> dict[str, Any]:
     shares = {name: source["bad_share"] for name, source in facts["sources"].items()}
     worst = max(shares, key=lambda name: (shares[name], name))
     bad = sum(source["bad"] for source in facts["sources"].values())
@@ -222,8 +223,9 @@ def _concentration(config: CorpusConfig, facts: Mapping[str, Any]) -> dict[str, 
         value,
         limit,
         settings.action,
-        f"the largest month is {month} with {month_share:.1%} of the {field}, the largest source "
-        f"{source} with {source_share:.1%}; {len(months)} months, as many as {effective:.1f} equal ones",
+        f"the largest month is {month} with {month_share:.1%} of the {field}, the largest "
+        f"source {source} with {source_share:.1%}; {len(months)} months, "
+        f"as many as {effective:.1f} equal ones",
         counts={
             "months": len(months),
             "effective_months": round(effective, 2),
@@ -273,8 +275,8 @@ def refuse_failed(
         DataError: naming checks, values and limits.
     """
     lines = [
-        f"vintage {name}: check {check['name']} is {check['value']:.4g}, limit {check['limit']:.4g}: "
-        f"{check['message']}"
+        f"vintage {name}: check {check['name']} is {check['value']:.4g}, "
+        f"limit {check['limit']:.4g}: {check['message']}"
         for name, checks in vintages
         for check in checks
         if check["status"] == FAILED
@@ -282,5 +284,8 @@ def refuse_failed(
     if lines:
         raise DataError(
             "\n    ".join(lines),
-            remedy=f"see {listing}; mend the sources, raise the check's max_share, or set its action to warn",
+            remedy=(
+                f"see {listing}; mend the sources, raise the check's max_share, "
+                "or set its action to warn"
+            ),
         )

@@ -18,17 +18,17 @@ from headrace.corpus.tokenizer import (
     find_tokenizer_file,
     train_tokenizer,
 )
-from headrace.corpus.unit_pass import read_index
+from headrace.corpus.unit_files import document_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from numpy.typing import NDArray
 
     from headrace.corpus.config import CorpusConfig
     from headrace.corpus.cutoff import Cutoff
     from headrace.corpus.duplicates import IndexedUnit
+    from headrace.corpus.plan import Plan
     from headrace.corpus.selection import Selector
 
 _FIRST_VINTAGE = np.uint64(1)
@@ -36,7 +36,7 @@ _FIRST_VINTAGE = np.uint64(1)
 
 def make_tokenizer(
     config: CorpusConfig,
-    work: Path,
+    plan: Plan,
     units: list[IndexedUnit],
     selector: Selector,
     earliest: Cutoff,
@@ -49,7 +49,7 @@ def make_tokenizer(
         file = find_tokenizer_file(settings.path)
         siblings = {p.name: file_sha256(p) for p in sorted(file.parent.glob("*.json"))}
         key = hash_of(["given", file_sha256(file), siblings, settings.eos_token])
-        place = work / "tokenizers" / key[:32]
+        place = plan.tokenizer_place(key)
         origin = "given; its vocabulary's vintage is not known to this build"
         if not is_whole(place):
             with whole_folder(place) as folder:
@@ -62,7 +62,7 @@ def make_tokenizer(
     key = hash_of(
         ["trained", TRAINING_VERSION, settings.model_dump(mode="json"), digest.hexdigest()]
     )
-    place = work / "tokenizers" / key[:32]
+    place = plan.tokenizer_place(key)
     num_documents = sum(int(rows.sum()) for rows in chosen)
     origin = (
         f"byte-level BPE trained on {num_documents} documents available by {earliest.given}, "
@@ -80,11 +80,9 @@ def _training_rows(
     """Documents of the earliest vintage up to ``train_bytes``, spread like a token budget."""
     assert config.tokenizer is not None
 
-    def weigh(number: int) -> NDArray[np.int64]:
-        index = read_index(units[number].place)
-        return index["num_bytes"][index["row"] >= 0].astype(np.int64)
-
-    thresholds = selector.thresholds(config.tokenizer.train_bytes, weigh, None)
+    thresholds = selector.thresholds(
+        config.tokenizer.train_bytes, lambda number: document_bytes(units[number].place), None
+    )
     return [
         (selector.sampled_masks(number, thresholds) & _FIRST_VINTAGE) != 0
         for number in range(len(units))

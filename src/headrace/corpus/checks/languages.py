@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 
 LANGUAGE_VERSION = 1
 
-_SAMPLE_CHARS = 2400
-_SAMPLE_WORDS = 240
+_SAMPLE_CHARS = 1200
+_SAMPLE_WORDS = 100
+_PLAIN_SHARE = 0.25
 _MIN_HITS = 2
 _MIN_SHARE = 0.06
 
@@ -97,13 +98,20 @@ class LanguageGuesser:
     def __init__(self) -> None:
         """Build the word table."""
         self._by_word = _table()
+        self._english = frozenset(_FUNCTION_WORDS["en"].split())
 
     def guess(self, text: str) -> str:
         """ISO 639-1 code, or ``und``."""
         sample = text[:_SAMPLE_CHARS]
-        if not sample.isascii() and (script := self._by_script(sample)) is not None:
-            return script
-        words = sample.lower().split()[:_SAMPLE_WORDS]
+        # Other scripts take two bytes a character and more.
+        if not sample.isascii() and len(sample.encode("utf-8", "ignore")) > 1.25 * len(sample):
+            script = self._by_script(sample)
+            if script is not None:
+                return script
+        words = sample.lower().split(maxsplit=_SAMPLE_WORDS)[:_SAMPLE_WORDS]
+        # Most text is plainly one language, and most of it English: no other has this share.
+        if len(list(filter(self._english.__contains__, words))) > _PLAIN_SHARE * len(words) > 0:
+            return "en"
         scores: dict[str, int] = {}
         find = self._by_word.get
         for word in words:

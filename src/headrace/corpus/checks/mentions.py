@@ -11,6 +11,7 @@ cutoff are kept with their day, and each vintage counts those after its own.
 from __future__ import annotations
 
 import importlib.resources
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -30,11 +31,13 @@ MENTION_VERSION = 1
 
 LAST_YEAR = 2100
 MAX_PER_DOCUMENT = 64
+_MAX_YEARS = 256  # a table of years is not read to its end
 
 BARE_YEAR, CUED_YEAR, FULL_DATE, ENTITY = 1, 2, 3, 4
 KINDS = {BARE_YEAR: "bare year", CUED_YEAR: "year", FULL_DATE: "date", ENTITY: "dated name"}
 BODY, OUTLOOK, FURNITURE = 0, 1, 2
 SETTINGS = {BODY: "body", OUTLOOK: "outlook", FURNITURE: "furniture"}
+_SHORT_LINE = 120
 _EPOCH = date(1970, 1, 1)
 
 _MONTHS = ["jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec"]
@@ -42,36 +45,42 @@ _MONTH = (
     r"(jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?"
     r"|sept?(?:ember)?|oct(?:ober)?|nov(?:ember)?|dec(?:ember)?)\.?"
 )
+_DAY = r"(\d{1,2})(?:st|nd|rd|th)?"
 _MONTH_BEFORE = re.compile(
-    rf"(?:(\d{{1,2}})(?:st|nd|rd|th)?(?: of)?[ -])?\b{_MONTH}(?:[ -](\d{{1,2}})(?:st|nd|rd|th)?)?,?[ \n-]$",
-    re.IGNORECASE,
+    rf"(?:{_DAY}(?: of)?[ -])?\b{_MONTH}(?:[ -]{_DAY})?,?[ \n-]$", re.IGNORECASE
 )
 _ISO_AFTER = re.compile(r"[-/.](\d{1,2})(?:[-/.](\d{1,2}))?(?!\d)")
 _SLASHES_BEFORE = re.compile(r"(?<!\d)(\d{1,2})[-/.](\d{1,2})[-/.]$")
+# Units after which four digits are a quantity, whatever stands before them …
 _UNIT_AFTER = re.compile(
-    r" ?-?(?:%|bits?\b|bytes?\b|[kmgt]i?b\b|px\b|pixels?\b|hz\b|[kmg]hz\b|rpm\b|k?m\b|cm\b|mm\b|kg\b"
-    r"|lbs?\b|tons?\b|miles?\b|feet\b|ft\b|dollars?\b|cents?\b|euros?\b|usd\b|people\b|persons\b"
-    r"|shares?\b|units?\b|points?\b|times\b|hours?\b|minutes?\b|seconds?\b|days?\b|weeks?\b"
-    r"|years?\b|users?\b|copies\b|employees\b|votes?\b|words?\b|lines?\b|acres\b|volts?\b|watts?\b)",
+    r" ?-?(?:%|(?:bits?|bytes?|[kmgt]i?b|px|pixels?|[kmg]?hz|rpm|k?m|cm|mm|kg|lbs?|tons?|miles?"
+    r"|feet|ft|dollars?|cents?|euros?|usd|acres|volts?|watts?|copies|votes?|lines?|words?)\b)",
+    re.IGNORECASE,
+)
+# … and nouns that make them one unless a word such as "in" dates them ("in 2019 people …").
+_COUNTED_AFTER = re.compile(
+    r" ?-?(?:people|persons|shares?|units?|points?|times|hours?|minutes?|seconds?|days?|weeks?"
+    r"|years?|users?|employees)\b",
     re.IGNORECASE,
 )
 _NUMBER_BEFORE = re.compile(
-    r"(?:\b(?:pages?|pp?|nos?|number|rfc|iso|din|ieee|ansi|ports?|sections?|sec|room|bugs?|closes|issues?"
-    r"|version|v|model|chapter|item|line|lines|figure|fig|table|id|code|zip|suite|box|error|width|height"
-    r"|size|lp|ms|kb)\b[.:]?|[#$€£¥§№~^=+*<>]) ?#?$",
+    r"(?:\b(?:pages?|pp?|nos?|number|rfc|iso|din|ieee|ansi|ports?|sections?|sec|room|bugs?|closes"
+    r"|issues?|version|v|model|chapter|item|lines?|figure|fig|table|id|code|zip|suite|box|error"
+    r"|width|height|size|lp|ms|kb)\b[.:]?|[#$€£¥§№~^=+*<>]) ?#?$",
     re.IGNORECASE,
 )
 _CUE_BEFORE = re.compile(
-    r"\b(?:in|since|during|until|till|before|after|of|from|to|through|year|years|fiscal|fy|early|late|mid"
-    r"|spring|summer|autumn|fall|winter|q[1-4]|quarter|half|and|between|around|circa|by|for|class of)"
-    r"[ \n-]$|\b[fc]y$|[-–]$",
+    r"\b(?:in|since|during|until|till|before|after|of|from|to|through|years?|fiscal|fy|early|late"
+    r"|mid|spring|summer|autumn|fall|winter|q[1-4]|quarter|half|and|between|around|circa|by|for)"
+    r"[ \n-]$|\b[fc]y$|[-\u2013]$",
     re.IGNORECASE,
 )
 _OUTLOOK = re.compile(
-    r"\b(?:by|until|till|through|will|shall|would|could|should|may|might|must|expect\w*|expir\w*|matur\w*"
-    r"|due|plan\w*|forecast\w*|project\w*|goals?|targets?|next|future|budget\w*|propos\w*|estimat\w*"
-    r"|anticipat\w*|schedul\w*|deadline|horizon|over the|coming|upcoming|no later than|ending|ends?"
-    r"|beginning|starting|hopes?|aims?|intend\w*|deliver\w*|bonds?|notes? due|term|outlook|vision)\b",
+    r"\b(?:by|until|till|through|will|shall|would|could|should|may|might|must|expect\w*|expir\w*"
+    r"|matur\w*|due|plan\w*|forecast\w*|project\w*|goals?|targets?|next|future|budget\w*"
+    r"|propos\w*|estimat\w*|anticipat\w*|schedul\w*|deadline|horizon|over the|coming|upcoming"
+    r"|no later than|ending|ends?|beginning|starting|hopes?|aims?|intend\w*|deliver\w*|bonds?"
+    r"|notes? due|term|outlook|vision)\b",
     re.IGNORECASE,
 )
 
@@ -152,10 +161,19 @@ class MentionFinder:
         quoted = [years, *(re.escape(name) for name in sorted(later))]
         self.prefilter = "|".join(quoted)
         """RE2 expression that every text with a mention matches (and some without)."""
+        self.entity_prefilter = "|".join(quoted[1:]) or None
+        """The part of it that speaks of dated names; ``None`` if none is later."""
 
-    def find(self, text: str) -> list[Mention]:
-        """Mentions in order of offset, at most ``MAX_PER_DOCUMENT``; the surest are kept."""
-        found = [*self._years(text), *self._entities(text)]
+    def find(self, text: str, *, has_entity: bool = True) -> list[Mention]:
+        """Mentions in order of offset, at most ``MAX_PER_DOCUMENT``; the surest are kept.
+
+        Args:
+            text: the document.
+            has_entity: what the batch's prefilter found; names are searched only then.
+        """
+        found = list(itertools.islice(self._years(text), _MAX_YEARS))
+        if has_entity:
+            found += self._entities(text)
         if len(found) > MAX_PER_DOCUMENT:
             found.sort(key=lambda m: (m.setting, -m.kind, m.offset))
             del found[MAX_PER_DOCUMENT:]
@@ -170,6 +188,7 @@ class MentionFinder:
             yield Mention(self._entity_days[match[0]], ENTITY, setting, match.start())
 
     def _years(self, text: str) -> Iterator[Mention]:
+        line_end, on_furniture = -1, False
         for match in self._year.finditer(text):
             start, end = match.span()
             found = _judge_year(text, start, end)
@@ -178,7 +197,11 @@ class MentionFinder:
             kind, day = found
             if day <= self.cutoff_day:
                 continue
-            if is_furniture(text, start):
+            if start >= line_end:  # short lines are furniture as a whole: judged once
+                on_furniture = is_furniture(text, start)
+                following = text.find("\n", start)
+                line_end = following if 0 <= following <= start + _SHORT_LINE else end
+            if on_furniture:
                 setting = FURNITURE
             elif _OUTLOOK.search(text, max(0, start - 80), min(len(text), end + 60)):
                 setting = OUTLOOK
@@ -217,7 +240,9 @@ def _judge_year(text: str, start: int, end: int) -> tuple[int, int] | None:
         return FULL_DATE, _days(year, month, 1)
     if _UNIT_AFTER.match(after) or _NUMBER_BEFORE.search(before):
         return None
-    return (CUED_YEAR if _CUE_BEFORE.search(before) else BARE_YEAR), _days(year, 1, 1)
+    if _CUE_BEFORE.search(before):
+        return CUED_YEAR, _days(year, 1, 1)
+    return None if _COUNTED_AFTER.match(after) else (BARE_YEAR, _days(year, 1, 1))
 
 
 def _dated_identifier(before: str, after: str) -> bool | None:

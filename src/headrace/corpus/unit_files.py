@@ -1,0 +1,235 @@
+"""The files of a unit's folder: their schemas, and writing them in a stream.
+
+``documents.parquet``  sound documents available by the latest cutoff
+``index.bin``          a row for every sound document, later ones too (they are needed to see
+                       near-duplicates across the cutoff, and can never displace an earlier one)
+``signatures.bin``     MinHash signatures of the same rows, uint32
+``rejected.parquet``   everything else, with reason and position
+
+Row groups are batches; nothing is held longer than one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from headrace.corpus.files import canonical_json
+from headrace.corpus.fingerprints import MinHasher, exact_key, short_key
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from headrace.corpus.cutoff import Dated
+    from headrace.corpus.document import RawDocument
+
+INDEX = np.dtype(
+    [
+        ("text_key", "<u8", (2,)),  # exact key of the folded text
+        ("id_key", "<u8"),
+        ("revision_key", "<u8"),  # 0: none
+        ("available_at", "<i8"),
+        ("row", "<i8"),  # in documents.parquet; -1 - row of rejected.parquet for later ones
+        ("num_bytes", "<i8"),
+        ("upper_bound", "u1"),
+    ]
+)
+
+_INSTANT = pa.timestamp("us", "UTC")
+_MENTION = pa.struct(
+    [
+        ("day", pa.int32()),
+        ("kind", pa.int8()),
+        ("setting", pa.int8()),
+        ("offset", pa.int32()),
+    ]
+)
+DOCUMENTS = pa.schema(
+    [
+        ("doc_id", pa.string()),
+        ("source", pa.string()),
+        ("text", pa.large_string()),
+        ("event_time", _INSTANT),
+        ("published_at", _INSTANT),
+        ("available_at", _INSTANT),
+        ("collected_at", _INSTANT),
+        ("available_at_rule", pa.string()),
+        ("upper_bound", pa.bool_()),
+        ("language", pa.string()),
+        ("boilerplate_share", pa.float32()),
+        ("revision_key", pa.string()),
+        ("metadata", pa.string()),
+        ("file", pa.string()),
+        ("position", pa.int64()),
+    ]
+)
+UNIT_DOCUMENTS = DOCUMENTS.append(pa.field("mentions", pa.list_(_MENTION)))
+REPEATED = ("source", "available_at_rule", "language", "file")
+"""Columns worth a dictionary; building one of texts only costs time."""
+REJECTED = pa.schema(
+    [
+        ("source", pa.string()),
+        ("file", pa.string()),
+        ("position", pa.int64()),
+        ("byte", pa.int64()),
+        ("doc_id", pa.string()),
+        ("reason", pa.string()),
+        ("detail", pa.string()),
+        ("available_at", _INSTANT),
+    ]
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class Candidate:
+    """A dated document on its way through the checks."""
+
+    raw: RawDocument
+    doc_id: str
+    file: str
+    part: int
+    dated: Dated
+    encoded: bytes
+    folded: bytes = b""
+    language: str = "und"
+    boilerplate: float = 0.0
+
+
+def arrow_texts(encoded: list[bytes]) -> pa.LargeStringArray:
+    """UTF-8 texts as an Arrow array, without encoding them again."""
+    offsets = np.zeros(len(encoded) + 1, dtype=np.int64)
+    np.cumsum([len(text) for text in encoded], out=offsets[1:])
+    return pa.LargeStringArray.from_buffers(
+        len(encoded), pa.py_buffer(offsets), pa.py_buffer(b"".join(encoded))
+    )
+
+
+class UnitWriter:
+    """Streams the unit's files; row groups are batches."""
+
+    def __init__(self, folder: Path, hasher: MinHasher | None) -> None:
+        """Open the files; ``hasher`` is ``None`` where near-duplicates are not sought."""
+        self._folder = folder
+        self._hasher = hasher
+        self._documents = pq.ParquetWriter(
+            folder / "documents.parquet",
+            UNIT_DOCUMENTS,
+            compression="zstd",
+            compression_level=1,
+            use_dictionary=list(REPEATED),
+        )
+        self._rejected = pq.ParquetWriter(
+            folder / "rejected.parquet",
+            REJECTED.append(pa.field("part", pa.int32())),
+            compression="zstd",
+        )
+        self._index = (folder / "index.bin").open("wb")
+        self._signatures = (folder / "signatures.bin").open("wb") if hasher is not None else None
+        self.num_documents = 0
+        self.num_rejected = 0
+        self.num_rows = 0
+
+    def add_rejected(self, rows: list[dict[str, Any]]) -> None:
+        """Rows of :data:`REJECTED` and the number of the part they come from."""
+        if rows:
+            schema = REJECTED.append(pa.field("part", pa.int32()))
+            self._rejected.write_table(pa.Table.from_pylist(rows, schema=schema))
+            self.num_rejected += len(rows)
+
+    def add_later(self, items: list[Candidate], rejected_rows: list[int]) -> None:
+        """Index rows of documents after the latest cutoff, which are rows of the rejected."""
+        if items:
+            self._add_rows(items, [-1 - row for row in rejected_rows])
+
+    def add_documents(
+        self,
+        source: str,
+        items: list[Candidate],
+        texts: pa.Array,
+        mentions: list[list[dict[str, int]]],
+    ) -> None:
+        """Documents of one batch, with their texts as an array and their mentions."""
+        if not items:
+            return
+        rows = range(self.num_documents, self.num_documents + len(items))
+        self._add_rows(items, list(rows))
+        self.num_documents += len(items)
+        dated = [item.dated for item in items]
+        columns = {
+            "doc_id": [printable(item.doc_id) for item in items],
+            "source": [source] * len(items),
+            "text": texts,
+            "event_time": [d.event_time for d in dated],
+            "published_at": [d.published_at for d in dated],
+            "available_at": [d.available_at for d in dated],
+            "collected_at": [d.collected_at for d in dated],
+            "available_at_rule": [d.rule for d in dated],
+            "upper_bound": [d.upper_bound for d in dated],
+            "language": [item.language for item in items],
+            "boilerplate_share": [item.boilerplate for item in items],
+            "revision_key": [item.raw.revision_key for item in items],
+            "metadata": [
+                None if item.raw.metadata is None else canonical_json(item.raw.metadata)
+                for item in items
+            ],
+            "file": [item.file for item in items],
+            "position": [item.raw.position for item in items],
+            "mentions": mentions,
+        }
+        arrays = [
+            column
+            if isinstance(column, pa.Array)
+            else pa.array(column, UNIT_DOCUMENTS.field(n).type)
+            for n, column in columns.items()
+        ]
+        self._documents.write_table(pa.Table.from_arrays(arrays, schema=UNIT_DOCUMENTS))
+
+    def _add_rows(self, items: list[Candidate], rows: list[int]) -> None:
+        index = np.zeros(len(items), dtype=INDEX)
+        keys = b"".join(exact_key(item.folded) for item in items)
+        index["text_key"] = np.frombuffer(keys, dtype="<u8").reshape(-1, 2)
+        index["id_key"] = [short_key(item.doc_id) for item in items]
+        index["revision_key"] = [
+            0 if item.raw.revision_key is None else short_key(item.raw.revision_key)
+            for item in items
+        ]
+        index["available_at"] = [item.dated.available_at for item in items]
+        index["row"] = rows
+        index["num_bytes"] = [len(item.encoded) for item in items]
+        index["upper_bound"] = [item.dated.upper_bound for item in items]
+        self._index.write(index.tobytes())
+        self.num_rows += len(items)
+        if self._hasher is not None and self._signatures is not None:
+            signatures = self._hasher.signatures([item.folded for item in items])
+            self._signatures.write(signatures.tobytes())
+
+    def close(self) -> None:
+        """Finish the files."""
+        self._documents.close()
+        self._rejected.close()
+        self._index.close()
+        if self._signatures is not None:
+            self._signatures.close()
+
+
+def document_bytes(place: Path) -> NDArray[np.int64]:
+    """UTF-8 bytes of a unit's documents, in the order of their rows."""
+    index = read_index(place)
+    sizes: NDArray[np.int64] = index["num_bytes"][index["row"] >= 0].astype(np.int64)
+    return sizes
+
+
+def read_index(place: Path) -> NDArray[np.void]:
+    """The index rows of a unit's folder."""
+    return np.fromfile(place / "index.bin", dtype=INDEX)
+
+
+def printable(text: str) -> str:
+    """The text on one line, control characters escaped."""
+    return text if text.isprintable() else ascii(text)[1:-1]
