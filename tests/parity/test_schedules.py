@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from headrace.engine import slots, step
-from headrace.engine.step import Engine
+from headrace.engine import slots, windows
 from tiny import differing, make_batches, make_engine, planes, tiny_config, tiny_state, train
 
 STEPS = 4
@@ -127,16 +126,19 @@ def test_buffer_lifetime_races(settings, max_grad_norm):
 
 def refill_slots_too_early(engine, monkeypatch):
     """A slot is refilled while its layer is still in use."""
-    enter = step._Runner.enter
 
-    def entering(runner, index, use):
-        slot = enter(runner, index, use)
-        runner._start(index)
-        slot.ready.synchronize()
-        return slot
+    def layers(walk, count):
+        for index in range(walk._next, walk._next + count):
+            walk._next = index + 1
+            use = walk._plan[index]
+            slot = walk._windows.layers[use.slot]
+            if use.fetch:
+                walk._windows.wait(slot)
+            walk._start(index)
+            slot.ready.synchronize()
+            yield use, slot
 
-    monkeypatch.setattr(step._Runner, "enter", entering)
-    monkeypatch.setattr(step._Runner, "leave", lambda runner, index, use: None)
+    monkeypatch.setattr(windows.Walk, "layers", layers)
 
 
 def forget_to_rebind_kept_graphs(engine, monkeypatch):
@@ -157,7 +159,7 @@ def dispatch_before_the_update(engine, monkeypatch):
 
 def reuse_gradients_too_early(engine, monkeypatch):
     """A gradient slot is overwritten before its content went back."""
-    monkeypatch.setattr(Engine, "_reuse", lambda self, slot: slot)
+    monkeypatch.setattr(windows.Exposure, "reuse", lambda self, slot: slot)
     engine.updater._d2h._jitter = lambda: 0.02
 
 

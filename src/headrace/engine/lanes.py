@@ -145,13 +145,13 @@ class Lane:
         while (job := self._jobs.get()) is not None:
             ticket, waits, work = job
             if self._error is not None:
-                ticket._fail(self._error)
+                ticket._fail(self._error)  # noqa: SLF001 - one class in two halves
                 continue
             try:
-                ticket._finish(self._carry_out(ticket, waits, work))
+                ticket._finish(self._carry_out(ticket, waits, work))  # noqa: SLF001 - as above
             except BaseException as error:  # noqa: BLE001 - handed to whoever waits
                 self._error = error
-                ticket._fail(error)
+                ticket._fail(error)  # noqa: SLF001 - one class in two halves
             del job, ticket, waits, work  # let buffers go before waiting for the next job
 
     def _carry_out(

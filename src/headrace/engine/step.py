@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Self
 import torch
 
 from headrace.batch import IGNORE_INDEX, MicroBatch
+from headrace.engine.accumulators import Accumulators
 from headrace.engine.config import AdamWConfig, EngineConfig
-from headrace.engine.lanes import Lane, Mark
 from headrace.engine.passes import DeviceBatch, LayerRecord, Passes
-from headrace.engine.schedule import fetches_after, plan_uses, split_waves
-from headrace.engine.slots import GradientSlot, Slot
+from headrace.engine.schedule import split_waves
 from headrace.engine.update import Updater, UpdateSettings, check_finite_state, clip_coefficient
+from headrace.engine.windows import Exposure, Windows
 from headrace.errors import ConfigError, DataError
 from headrace.models.attention import pinned_backend
 from headrace.models.capture import CallCapture
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from types import TracebackType
 
-    from headrace.engine.schedule import Use
+    from headrace.engine.windows import Walk
     from headrace.models.capture import LayerArguments
     from headrace.models.spec import ModelSpec
     from headrace.store.state import ModelState
@@ -97,9 +97,7 @@ class Engine:
         """
         self.spec = spec
         self.state = state
-        self.device = torch.device(device)
-        if self.device.type == "cuda" and self.device.index is None:
-            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.device = _indexed(torch.device(device))
         self.config = config or EngineConfig()
         # On the CPU a bf16 model computes in fp32, upcast as it enters the slot: bf16 matmuls are
         # 10x slower on processors without bf16 units.
@@ -114,21 +112,24 @@ class Engine:
             loss_chunk_tokens=self.config.loss_chunk_tokens,
             compile_loss=self.config.compile_backend if compile_layers else None,
         )
-        layouts = spec.units
-        layer_size = max(layout.size for layout in layouts[1:-1])
-        num_slots = min(self.config.weight_slots, spec.num_layers + 1)
-        self._slots = [self._slot(layer_size) for _ in range(max(2, num_slots))]
-        self._embed_slot = self._slot(layouts[0].size)
-        self._head_slot = self._slot(layouts[-1].size)
-        self._embed_gradient: GradientSlot | None = None
-        self._head_gradient: GradientSlot | None = None
-        self._layer_gradients: list[GradientSlot] = []
         jitter = _jitter(self.config.lane_jitter_seconds)
-        self._h2d = Lane(
-            "h2d", self.device, timeout_seconds=self.config.lane_timeout_seconds, jitter=jitter
-        )
+        self._exposure = Exposure()
         self.updater = Updater(state, optimizer or AdamWConfig(), self.config, self.device, jitter)
-        self._exposed: dict[str, float] = {}
+        self._windows = Windows(
+            state,
+            self.updater,
+            self.config,
+            device=self.device,
+            dtype=self.compute_dtype,
+            exposure=self._exposure,
+            jitter=jitter,
+        )
+        self._accumulators = Accumulators(
+            spec.units,
+            num_slots=self.config.gradient_slots,
+            device=self.device,
+            exposure=self._exposure,
+        )
         self._skipped_in_a_row = 0
         self.num_skipped_steps = 0
 
@@ -145,7 +146,7 @@ class Engine:
 
     def close(self) -> None:
         """Finish queued updates and end the lanes; the state stays valid."""
-        self._h2d.close()
+        self._windows.close()
         self.updater.close()
 
     def synchronize(self) -> None:
@@ -176,7 +177,7 @@ class Engine:
         num_supervised = sum(batch.num_supervised_tokens for batch in micro_batches)
         if num_supervised == 0:
             raise DataError("no token of this step's batch is supervised: every target is -100")
-        self._exposed = {"h2d": 0.0, "update": 0.0, "d2h": 0.0}
+        self._exposure.reset()
         settings = UpdateSettings(
             step=self.state.optimizer_step + 1, learning_rate=learning_rate, gradient_scale=1.0
         )
@@ -186,7 +187,7 @@ class Engine:
         )
         started = time.perf_counter()
         norm = self.updater.gradient_norm()
-        self._exposed["d2h"] += time.perf_counter() - started
+        self._exposure.seconds["d2h"] += time.perf_counter() - started
         loss = float(loss_sum) / num_supervised
         skipped = not math.isfinite(norm)
         if not clipping:
@@ -207,7 +208,7 @@ class Engine:
             num_tokens=sum(batch.num_tokens for batch in micro_batches),
             grad_norm=norm,
             skipped=skipped,
-            exposed_seconds=dict(self._exposed),
+            exposed_seconds=dict(self._exposure.seconds),
         )
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
@@ -217,10 +218,12 @@ class Engine:
         for batches, hidden in self._forward_only(micro_batches):
             for batch, hidden_BTD in zip(batches, hidden, strict=True):
                 loss_sum += float(
-                    self._passes.head_loss(self._head_slot, self._embed_slot, hidden_BTD, batch)
+                    self._passes.head_loss(
+                        self._windows.head, self._windows.embed, hidden_BTD, batch
+                    )
                 )
         num_supervised = sum(batch.num_supervised_tokens for batch in micro_batches)
-        self._release_ends()
+        self._windows.release_ends()
         return EvalResult(loss_sum=loss_sum, num_supervised_tokens=num_supervised)
 
     def hidden_states(
@@ -251,8 +254,10 @@ class Engine:
         ((_, hidden),) = self._forward_only([batch], num_layers=index)
         result_BTD = hidden[0]
         if index == num_layers:
-            result_BTD = self._passes.final_norm(self._head_slot, self._embed_slot, result_BTD)
-        self._release_ends()
+            result_BTD = self._passes.final_norm(
+                self._windows.head, self._windows.embed, result_BTD
+            )
+        self._windows.release_ends()
         return result_BTD.float().cpu()
 
     # -- the step's body -------------------------------------------------------------------
@@ -263,19 +268,17 @@ class Engine:
         waves = split_waves(len(micro_batches), self.config.micro_batches_per_wave)
         layers = self.spec.num_layers if num_layers is None else num_layers
         with pinned_backend(deterministic=self.config.deterministic):
-            self._fetch_ends()
-            runner = _Runner(self, self._plan(layers, len(waves), backward=False))
+            self._windows.fetch_ends()
+            walk = self._windows.walk(layers, len(waves), backward=False)
             for wave in waves:
                 batches = [self._to_device(micro_batches[m]) for m in wave]
                 hidden, arguments = self._embed_all(batches)
-                for index, use in runner.take(layers):
-                    slot = runner.enter(index, use)
+                for use, slot in walk.layers(layers):
                     for m in range(len(batches)):
                         hidden[m], _ = self._passes.layer_forward(
                             use.layer, slot, hidden[m], arguments[m][use.layer], keep=False
                         )
-                    runner.leave(index, use)
-                self._wait(self._head_slot)
+                self._windows.wait(self._windows.head)
                 yield batches, hidden
 
     def _forward_backward(
@@ -286,55 +289,68 @@ class Engine:
         overlap: UpdateSettings | None,
     ) -> torch.Tensor:
         waves = split_waves(len(micro_batches), self.config.micro_batches_per_wave)
-        self._prepare_gradients(num_waves=len(waves))
-        assert self._embed_gradient is not None
-        assert self._head_gradient is not None
+        windows, accumulators = self._windows, self._accumulators
+        accumulators.prepare(num_waves=len(waves))
         num_layers = self.spec.num_layers
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         with pinned_backend(deterministic=self.config.deterministic):
-            self._fetch_ends()
-            runner = _Runner(self, self._plan(num_layers, len(waves), backward=True))
+            windows.fetch_ends()
+            walk = windows.walk(num_layers, len(waves), backward=True)
             for number, wave in enumerate(waves):
                 first, last = number == 0, number == len(waves) - 1
                 batches = [self._to_device(micro_batches[m]) for m in wave]
                 hidden, arguments = self._embed_all(batches)
-                records = self._forward_layers(runner, hidden, arguments)
-                gradients = self._head(batches, hidden, scale, loss_sum, first=first)
+                records = self._forward_layers(walk, hidden, arguments)
+                if first:
+                    accumulators.begin_ends(tied=self.spec.tied)
+                gradients = self._head(batches, hidden, scale, loss_sum)
                 del hidden
                 if last:
-                    self.updater.return_gradient(num_layers + 1, self._head_gradient, overlap)
-                self._backward_layers(
-                    runner, records, arguments, gradients, first=first, overlap=overlap, last=last
-                )
+                    self.updater.return_gradient(num_layers + 1, accumulators.head, overlap)
+                for use, slot in walk.layers(num_layers):
+                    accumulator = accumulators.layer(use.layer)
+                    if first:
+                        accumulators.begin_layer(use.layer)
+                    for m, record in enumerate(records.pop()):
+                        gradients[m] = self._passes.layer_backward(
+                            use.layer,
+                            slot,
+                            record,
+                            arguments[m][use.layer],
+                            gradients[m],
+                            accumulator=accumulator,
+                            first=first and m == 0,
+                        )
+                    if last:
+                        self.updater.return_gradient(1 + use.layer, accumulator, overlap)
                 for m, batch in enumerate(batches):
                     self._passes.embed_backward(
-                        self._embed_slot,
+                        windows.embed,
                         batch,
                         gradients[m],
-                        self._embed_gradient,
+                        accumulators.embed,
                         first=first and m == 0 and not self.spec.tied,
                     )
-            self.updater.return_gradient(0, self._embed_gradient, overlap)
-            self._release_ends()
+            self.updater.return_gradient(0, accumulators.embed, overlap)
+            windows.release_ends()
         return loss_sum
 
     def _embed_all(
         self, batches: list[DeviceBatch]
     ) -> tuple[list[torch.Tensor], list[list[LayerArguments]]]:
-        self._wait(self._embed_slot)
-        pairs = [self._passes.embed(self._embed_slot, batch) for batch in batches]
+        slot = self._windows.wait(self._windows.embed)
+        pairs = [self._passes.embed(slot, batch) for batch in batches]
         return [hidden for hidden, _ in pairs], [arguments for _, arguments in pairs]
 
     def _forward_layers(
         self,
-        runner: _Runner,
+        walk: Walk,
         hidden: list[torch.Tensor],
         arguments: list[list[LayerArguments]],
     ) -> list[list[LayerRecord]]:
         keep = self.config.activations == "keep"
         records: list[list[LayerRecord]] = []
-        for index, use in runner.take(self.spec.num_layers):
-            slot = runner.enter(index, use)
+        for use, slot in walk.layers(self.spec.num_layers):
             row = []
             for m in range(len(hidden)):
                 hidden[m], record = self._passes.layer_forward(
@@ -342,7 +358,6 @@ class Engine:
                 )
                 row.append(record)
             records.append(row)
-            runner.leave(index, use)
         return records
 
     def _head(
@@ -351,130 +366,23 @@ class Engine:
         hidden: list[torch.Tensor],
         scale: float,
         loss_sum: torch.Tensor,
-        *,
-        first: bool,
     ) -> list[torch.Tensor]:
-        assert self._embed_gradient is not None
-        assert self._head_gradient is not None
-        self._wait(self._head_slot)
-        if first:
-            self._reuse(self._head_gradient).flat.zero_()
-            self._reuse(self._embed_gradient)
-            if self.spec.tied:
-                self._embed_gradient.flat.zero_()
+        windows = self._windows
+        windows.wait(windows.head)
         gradients = []
         for m, batch in enumerate(batches):
             loss, gradient_BTD = self._passes.head_forward_backward(
-                self._head_slot,
-                self._embed_slot,
+                windows.head,
+                windows.embed,
                 hidden[m],
                 batch,
                 scale=scale,
-                head_accumulator=self._head_gradient,
-                embed_accumulator=self._embed_gradient,
+                head_accumulator=self._accumulators.head,
+                embed_accumulator=self._accumulators.embed,
             )
             loss_sum += loss
             gradients.append(gradient_BTD)
         return gradients
-
-    def _backward_layers(
-        self,
-        runner: _Runner,
-        records: list[list[LayerRecord]],
-        arguments: list[list[LayerArguments]],
-        gradients: list[torch.Tensor],
-        *,
-        first: bool,
-        last: bool,
-        overlap: UpdateSettings | None,
-    ) -> None:
-        for index, use in runner.take(self.spec.num_layers):
-            slot = runner.enter(index, use)
-            accumulator = self._layer_gradients[use.layer % len(self._layer_gradients)]
-            if first:
-                self._reuse(accumulator)
-            row = records.pop()
-            for m in range(len(gradients)):
-                gradients[m] = self._passes.layer_backward(
-                    use.layer,
-                    slot,
-                    row[m],
-                    arguments[m][use.layer],
-                    gradients[m],
-                    accumulator=accumulator,
-                    first=first and m == 0,
-                )
-            runner.leave(index, use)
-            if last:
-                self.updater.return_gradient(1 + use.layer, accumulator, overlap)
-
-    # -- slots -----------------------------------------------------------------------------
-
-    def _slot(self, size: int) -> Slot:
-        return Slot(size, self.compute_dtype, self.device)
-
-    def _plan(self, num_layers: int, num_waves: int, *, backward: bool) -> list[Use]:
-        return plan_uses(
-            num_layers,
-            num_waves,
-            len(self._slots),
-            backward=backward,
-            reuse=not self.config.poison_slots,
-        )
-
-    def _fetch_ends(self) -> None:
-        self.fetch(0, self._embed_slot)
-        self.fetch(self.spec.num_layers + 1, self._head_slot)
-
-    def _release_ends(self) -> None:
-        for slot in (self._embed_slot, self._head_slot):
-            slot.free = Mark.here(self.device)
-
-    def fetch(self, unit: int, slot: Slot) -> None:
-        """Queue the transfer of a unit's weights into a slot."""
-        source = self.state.units[unit].weights
-        target = slot.flat[: source.numel()]
-        poison = self.config.poison_slots
-
-        def work() -> None:
-            if poison:
-                slot.poison()
-            target.copy_(source, non_blocking=True)
-
-        slot.ready = self._h2d.submit(work, [self.updater.updated[unit], slot.free])
-
-    def _wait(self, slot: Slot) -> None:
-        assert slot.ready is not None
-        started = time.perf_counter()
-        slot.ready.wait_on_stream()
-        ended = time.perf_counter()
-        # What was spent before the copy could start was spent on the unit's update.
-        copying = min(max(slot.ready.work_started or started, started), ended)
-        self._exposed["update"] = self._exposed.get("update", 0.0) + copying - started
-        self._exposed["h2d"] = self._exposed.get("h2d", 0.0) + ended - copying
-
-    def _reuse(self, slot: GradientSlot) -> GradientSlot:
-        if slot.returned is not None:
-            started = time.perf_counter()
-            slot.returned.wait_on_stream()
-            self._exposed["d2h"] += time.perf_counter() - started
-            slot.returned = None
-        return slot
-
-    def _prepare_gradients(self, *, num_waves: int) -> None:
-        layouts = self.spec.units
-        if self._embed_gradient is None:
-            self._embed_gradient = GradientSlot(layouts[0].num_trainable, self.device)
-            self._head_gradient = GradientSlot(layouts[-1].num_trainable, self.device)
-        # Several waves sum gradients of every layer until the last one; one wave needs a few.
-        wanted = self.spec.num_layers
-        if num_waves == 1:
-            wanted = min(self.config.gradient_slots, wanted)
-        if len(self._layer_gradients) < wanted:
-            for slot in self._layer_gradients:
-                self._reuse(slot)
-            size = max(layout.num_trainable for layout in layouts[1:-1])
-            self._layer_gradients = [GradientSlot(size, self.device) for _ in range(wanted)]
 
     def _to_device(self, batch: MicroBatch) -> DeviceBatch:
         def move(tensor: torch.Tensor) -> torch.Tensor:
@@ -488,40 +396,12 @@ class Engine:
         )
 
 
-class _Runner:
-    """Walks a plan: issues transfers as slots become free, hands out filled slots."""
-
-    def __init__(self, engine: Engine, plan: list[Use]) -> None:
-        self._engine = engine
-        self._plan = plan
-        self._issue = fetches_after(plan)
-        self._next = 0
-        self._start(-1)
-
-    def take(self, count: int) -> Iterator[tuple[int, Use]]:
-        """The next ``count`` uses with their indices."""
-        for index in range(self._next, self._next + count):
-            self._next = index + 1
-            yield index, self._plan[index]
-
-    def enter(self, index: int, use: Use) -> Slot:
-        """The slot that holds the use's layer, filled."""
-        assert self._plan[index] is use
-        slot = self._engine._slots[use.slot]  # noqa: SLF001 - one class in two halves
-        if use.fetch:
-            self._engine._wait(slot)  # noqa: SLF001
-        return slot
-
-    def leave(self, index: int, use: Use) -> None:
-        """The use is over: its slot may be refilled after this point of the compute stream."""
-        slot = self._engine._slots[use.slot]  # noqa: SLF001
-        slot.free = Mark.here(self._engine.device)
-        self._start(index)
-
-    def _start(self, done: int) -> None:
-        for index in self._issue.get(done, ()):
-            use = self._plan[index]
-            self._engine.fetch(1 + use.layer, self._engine._slots[use.slot])  # noqa: SLF001
+def _indexed(device: torch.device) -> torch.device:
+    """``cuda`` with its number: lanes of other threads must name the same one."""
+    if device.type != "cuda":
+        return device
+    index = device.index
+    return torch.device("cuda", torch.cuda.current_device() if index is None else index)
 
 
 def _jitter(seconds: float) -> Callable[[], float] | None:

@@ -16,10 +16,7 @@ if TYPE_CHECKING:
 def matmul_parameters(spec: ModelSpec) -> int:
     """Parameters that multiply every token: matrices of the layers, and the head."""
     layers = sum(
-        param.numel
-        for unit in spec.units[1:-1]
-        for param in unit.params
-        if len(param.shape) >= 2
+        param.numel for unit in spec.units[1:-1] for param in unit.params if len(param.shape) >= 2
     )
     return layers + spec.vocab_size * spec.hidden_size
 
@@ -29,4 +26,4 @@ def flops_per_token(spec: ModelSpec, sequence_length: int) -> float:
     config = spec.config
     head_size = getattr(config, "head_dim", None) or spec.hidden_size // config.num_attention_heads
     attention = 6 * spec.num_layers * sequence_length * config.num_attention_heads * head_size
-    return 6.0 * matmul_parameters(spec) + attention
+    return 6.0 * matmul_parameters(spec) + float(attention)

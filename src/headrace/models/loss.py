@@ -8,10 +8,17 @@ Shape legend: N tokens, C tokens of a chunk, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import torch
 from torch.nn import functional as F  # noqa: N812 - its name everywhere
 
 from headrace.batch import IGNORE_INDEX
+
+ChunkLoss: TypeAlias = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, bool], tuple[torch.Tensor, torch.Tensor | None]
+]
 
 
 @torch.no_grad()
@@ -70,7 +77,7 @@ def cross_entropy_chunk(
     factor: torch.Tensor,
     with_grad: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Summed loss (float64) of a chunk, and the gradient of ``factor`` times it in logits' dtype."""
+    """Summed loss (float64), and the gradient of ``factor`` times it in the logits' dtype."""
     dtype = logits_CV.dtype
     logits_CV = logits_CV.float()  # the caller's tensor when it is float32 already: it is used up
     supervised_C = targets_C != IGNORE_INDEX

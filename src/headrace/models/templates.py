@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable  # noqa: TC003 - the NamedTuple's fields are evaluated
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -53,9 +53,7 @@ class Templates:
         num_structures: how many different templates the layers need.
     """
 
-    def __init__(
-        self, spec: ModelSpec, *, compile_layers: bool, backend: str = "inductor"
-    ) -> None:
+    def __init__(self, spec: ModelSpec, *, compile_layers: bool, backend: str = "inductor") -> None:
         self._modules: list[nn.Module] = []
         self._calls: list[_Calls] = []
         by_structure: dict[Any, tuple[nn.Module, _Calls]] = {}

@@ -1,0 +1,80 @@
+"""Gradient accumulators on the device: a few that take turns, or one a layer over several waves.
+
+Invariant: an accumulator is overwritten only after what it held was returned.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headrace.engine.slots import GradientSlot
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from headrace.engine.windows import Exposure
+    from headrace.store.layout import UnitLayout
+
+
+class Accumulators:
+    """The float32 gradient buffers of a step, allocated when the first step needs them."""
+
+    def __init__(
+        self,
+        layouts: Sequence[UnitLayout],
+        *,
+        num_slots: int,
+        device: torch.device,
+        exposure: Exposure,
+    ) -> None:
+        self._layouts = layouts
+        self._num_slots = num_slots
+        self._device = device
+        self._exposure = exposure
+        self._layers: list[GradientSlot] = []
+        self._ends: tuple[GradientSlot, GradientSlot] | None = None
+
+    def prepare(self, *, num_waves: int) -> None:
+        """Allocate for a step: several waves sum every layer until the last one."""
+        layers = self._layouts[1:-1]
+        wanted = len(layers) if num_waves > 1 else min(self._num_slots, len(layers))
+        if len(self._layers) < wanted:
+            for slot in self._layers:
+                self._exposure.reuse(slot)
+            size = max(layout.num_trainable for layout in layers)
+            self._layers = [GradientSlot(size, self._device) for _ in range(wanted)]
+
+    def begin_ends(self, *, tied: bool) -> None:
+        """Zero what the head adds to, before the first micro-batch."""
+        self._exposure.reuse(self.head).flat.zero_()
+        self._exposure.reuse(self.embed)
+        if tied:
+            self.embed.flat.zero_()
+
+    def begin_layer(self, layer: int) -> GradientSlot:
+        """A layer's accumulator, free to be overwritten."""
+        return self._exposure.reuse(self.layer(layer))
+
+    def layer(self, layer: int) -> GradientSlot:
+        """A layer's accumulator."""
+        return self._layers[layer % len(self._layers)]
+
+    @property
+    def embed(self) -> GradientSlot:
+        """The embedding's accumulator, and a tied head's."""
+        return self._pair()[0]
+
+    @property
+    def head(self) -> GradientSlot:
+        """The head's accumulator."""
+        return self._pair()[1]
+
+    def _pair(self) -> tuple[GradientSlot, GradientSlot]:
+        if self._ends is None:
+            self._ends = (
+                GradientSlot(self._layouts[0].num_trainable, self._device),
+                GradientSlot(self._layouts[-1].num_trainable, self._device),
+            )
+        return self._ends

@@ -1,0 +1,168 @@
+"""The windows on the device, and the transfers that fill them in time.
+
+Owns the weight slots and the H2D lane. Invariants: a slot is refilled only after its last reader;
+a unit is sent only after its update; what compute waited for is accounted to a lane.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from headrace.engine.lanes import Lane, Mark
+from headrace.engine.schedule import Use, fetches_after, plan_uses
+from headrace.engine.slots import GradientSlot, Slot
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import torch
+
+    from headrace.engine.config import EngineConfig
+    from headrace.engine.update import Updater
+    from headrace.store.state import ModelState
+
+
+class Exposure:
+    """Seconds that compute waited, by lane, since the last reset."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin a step."""
+        self.seconds = {"h2d": 0.0, "update": 0.0, "d2h": 0.0}
+
+    def wait(self, slot: Slot) -> None:
+        """Wait until a weight slot is filled."""
+        assert slot.ready is not None
+        started = time.perf_counter()
+        slot.ready.wait_on_stream()
+        ended = time.perf_counter()
+        # What was spent before the copy could start was spent on the unit's update.
+        copying = min(max(slot.ready.work_started or started, started), ended)
+        self.seconds["update"] += copying - started
+        self.seconds["h2d"] += ended - copying
+
+    def reuse(self, slot: GradientSlot) -> GradientSlot:
+        """Wait until a gradient slot was returned, so that it may be overwritten."""
+        if slot.returned is not None:
+            started = time.perf_counter()
+            slot.returned.wait_on_stream()
+            self.seconds["d2h"] += time.perf_counter() - started
+            slot.returned = None
+        return slot
+
+
+class Windows:
+    """Weight slots of one model on one device.
+
+    Attributes:
+        embed: holds the embedding for the whole step.
+        head: holds the head for the whole step.
+        layers: take turns.
+    """
+
+    def __init__(
+        self,
+        state: ModelState,
+        updater: Updater,
+        config: EngineConfig,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        exposure: Exposure,
+        jitter: Callable[[], float] | None,
+    ) -> None:
+        """Allocate the slots and start the H2D lane."""
+        self._state = state
+        self._updater = updater
+        self._device = device
+        self._exposure = exposure
+        self._poison = config.poison_slots
+        layouts = state.layouts
+        self._num_layers = len(layouts) - 2
+        size = max(layout.size for layout in layouts[1:-1])
+        num_slots = max(2, min(config.weight_slots, self._num_layers + 1))
+        self.layers = [Slot(size, dtype, device) for _ in range(num_slots)]
+        self.embed = Slot(layouts[0].size, dtype, device)
+        self.head = Slot(layouts[-1].size, dtype, device)
+        self._h2d = Lane("h2d", device, timeout_seconds=config.lane_timeout_seconds, jitter=jitter)
+
+    def close(self) -> None:
+        """End the lane."""
+        self._h2d.close()
+
+    def fetch_ends(self) -> None:
+        """Queue the embedding and the head."""
+        self._fetch(0, self.embed)
+        self._fetch(self._num_layers + 1, self.head)
+
+    def release_ends(self) -> None:
+        """The step's last reader of embedding and head is in the compute stream."""
+        for slot in (self.embed, self.head):
+            slot.free = Mark.here(self._device)
+
+    def wait(self, slot: Slot) -> Slot:
+        """Wait until ``slot`` is filled."""
+        self._exposure.wait(slot)
+        return slot
+
+    def walk(self, num_layers: int, num_waves: int, *, backward: bool) -> Walk:
+        """Begin a step over the first ``num_layers`` layers: the first transfers are queued."""
+        plan = plan_uses(
+            num_layers, num_waves, len(self.layers), backward=backward, reuse=not self._poison
+        )
+        return Walk(self, plan)
+
+    def fetch_for(self, use: Use) -> None:
+        """Queue the transfer that a use needs."""
+        self._fetch(1 + use.layer, self.layers[use.slot])
+
+    def mark_free(self, use: Use) -> None:
+        """The slot of a use may be refilled after this point of the compute stream."""
+        self.layers[use.slot].free = Mark.here(self._device)
+
+    def _fetch(self, unit: int, slot: Slot) -> None:
+        source = self._state.units[unit].weights
+        target = slot.flat[: source.numel()]
+        poison = self._poison
+
+        def work() -> None:
+            if poison:
+                slot.poison()
+            target.copy_(source, non_blocking=True)
+
+        slot.ready = self._h2d.submit(work, [self._updater.updated[unit], slot.free])
+
+
+class Walk:
+    """One pass over a plan: issues transfers as slots become free, hands out filled slots."""
+
+    def __init__(self, windows: Windows, plan: list[Use]) -> None:
+        """Queue the transfers that need no slot to be freed."""
+        self._windows = windows
+        self._plan = plan
+        self._issue = fetches_after(plan)
+        self._next = 0
+        self._start(-1)
+
+    def layers(self, count: int) -> Iterator[tuple[Use, Slot]]:
+        """The next ``count`` uses, each with its filled slot; a use is over when the loop goes on.
+
+        The loop must not be left early.
+        """
+        for index in range(self._next, self._next + count):
+            self._next = index + 1
+            use = self._plan[index]
+            slot = self._windows.layers[use.slot]
+            if use.fetch:
+                self._windows.wait(slot)
+            yield use, slot
+            self._windows.mark_free(use)
+            self._start(index)
+
+    def _start(self, done: int) -> None:
+        for index in self._issue.get(done, ()):
+            self._windows.fetch_for(self._plan[index])
