@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from headrace.corpus.build import Progress
+    from headrace.corpus.progress import Progress
 
 app = typer.Typer(
     help="Build and inspect point-in-time corpora.", no_args_is_help=True, add_completion=False

@@ -70,17 +70,33 @@ def _describe_one(manifest: Manifest) -> list[str]:
 def by_period(
     histogram: Sequence[Mapping[str, Any]], *, most: int = 40
 ) -> list[tuple[str, Mapping[str, int]]]:
-    """Tokens (or bytes) by source for each month; for years or decades if months are many."""
-    for digits, suffix in ((7, ""), (4, ""), (3, "0s")):
-        periods: dict[str, dict[str, int]] = {}
-        for row in histogram:
-            period = row["month"][:digits] + suffix
-            size = row["bytes"] if row["tokens"] is None else row["tokens"]
-            held = periods.setdefault(period, {})
-            held[row["source"]] = held.get(row["source"], 0) + size
-        if len(periods) <= most:
+    """Tokens (or bytes) by source for each month; for years or decades if months are many.
+
+    Empty periods between the first and the last are there too: a gap is to be seen.
+    """
+    months = [_month_number(row["month"]) for row in histogram]
+    for width in (1, 12, 120):
+        periods: dict[int, dict[str, int]] = {
+            number: {} for number in range(min(months) // width, max(months) // width + 1)
+        }
+        if len(periods) <= most or width == 120:
             break
-    return sorted(periods.items())
+    for month, row in zip(months, histogram, strict=True):
+        size = row["bytes"] if row["tokens"] is None else row["tokens"]
+        held = periods[month // width]
+        held[row["source"]] = held.get(row["source"], 0) + size
+    return [(_period_name(number, width), sources) for number, sources in periods.items()]
+
+
+def _month_number(month: str) -> int:
+    year, number = month.split("-")
+    return 12 * int(year) + int(number) - 1
+
+
+def _period_name(number: int, width: int) -> str:
+    if width == 1:
+        return f"{number // 12:04d}-{number % 12 + 1:02d}"
+    return f"{number:04d}" if width == 12 else f"{number:03d}0s"
 
 
 def histogram_lines(histogram: Sequence[Mapping[str, Any]]) -> list[str]:

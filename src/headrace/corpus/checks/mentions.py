@@ -38,6 +38,9 @@ KINDS = {BARE_YEAR: "bare year", CUED_YEAR: "year", FULL_DATE: "date", ENTITY: "
 BODY, OUTLOOK, FURNITURE = 0, 1, 2
 SETTINGS = {BODY: "body", OUTLOOK: "outlook", FURNITURE: "furniture"}
 _SHORT_LINE = 120
+# Later years are talk of what will be, or numbers: nobody knew them when this was written.
+_LAST_KNOWABLE_YEAR = 2060
+_BEFORE_DASH = {"mid", "early", "late", "pre", "post", "end", "fy", "cy", "year", "since"}
 _EPOCH = date(1970, 1, 1)
 
 _MONTHS = ["jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec"]
@@ -69,10 +72,12 @@ _NUMBER_BEFORE = re.compile(
     r"|width|height|size|lp|ms|kb)\b[.:]?|[#$€£¥§№~^=+*<>]) ?#?$",
     re.IGNORECASE,
 )
+# CVE-2013-2063: the number after a year that belongs to an identifier.
+_SERIAL_BEFORE = re.compile(r"[A-Za-z][-/]\d{4}[-\u2013]$")
 _CUE_BEFORE = re.compile(
     r"\b(?:in|since|during|until|till|before|after|of|from|to|through|years?|fiscal|fy|early|late"
     r"|mid|spring|summer|autumn|fall|winter|q[1-4]|quarter|half|and|between|around|circa|by|for)"
-    r"[ \n-]$|\b[fc]y$|[-\u2013]$",
+    r"[ \n-]$|\b[fc]y$|(?<!\d)\d{4}[-\u2013]$",
     re.IGNORECASE,
 )
 _OUTLOOK = re.compile(
@@ -221,6 +226,8 @@ def _judge_year(text: str, start: int, end: int) -> tuple[int, int] | None:
         return None
     if previous.isalpha() and before[-2:].lower() not in {"fy", "cy"}:
         return None
+    if previous in {"-", "\u2013"} and _SERIAL_BEFORE.search(before):
+        return None
     if previous in {".", ","} and before[-2:-1].isdigit() and not _SLASHES_BEFORE.search(before):
         return None
     if following in {".", ",", ":"} and after[1:2].isdigit() and not _iso_day(after):
@@ -240,7 +247,7 @@ def _judge_year(text: str, start: int, end: int) -> tuple[int, int] | None:
         return FULL_DATE, _days(year, month, 1)
     if _UNIT_AFTER.match(after) or _NUMBER_BEFORE.search(before):
         return None
-    if _CUE_BEFORE.search(before):
+    if year <= _LAST_KNOWABLE_YEAR and _CUE_BEFORE.search(before):
         return CUED_YEAR, _days(year, 1, 1)
     return None if _COUNTED_AFTER.match(after) else (BARE_YEAR, _days(year, 1, 1))
 
@@ -254,7 +261,7 @@ def _dated_identifier(before: str, after: str) -> bool | None:
         return None
     if prefix[1].upper() in {"CVE", "DSA", "USN", "RHSA", "GHSA", "MFSA", "XSA", "SA"}:
         return after[:1] == "-" and after[1:2].isdigit()
-    if prefix[1][:3].lower() in _MONTHS:
+    if prefix[1][:3].lower() in _MONTHS or prefix[1].lower() in _BEFORE_DASH:
         return None
     return None if "/" in before[-1:] else False
 
