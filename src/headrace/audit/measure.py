@@ -26,6 +26,7 @@ from headrace.audit.resample import (
     draw_offsets,
 )
 from headrace.audit.skill import Skill, purged_skill
+from headrace.audit.threads import blas_threads
 from headrace.errors import DataError
 
 if TYPE_CHECKING:
@@ -230,6 +231,11 @@ def measure(values: NDArray[np.floating], layout: Layout, *, twin: bool = False)
 
     A twin meets the observed dates alone, and no tables: it is a reference.
     """
+    with blas_threads(values.shape[1]):
+        return _measure(values, layout, twin=twin)
+
+
+def _measure(values: NDArray[np.floating], layout: Layout, *, twin: bool) -> Measurement:
     panel, length = layout.panel, layout.length
     skill: dict[Channel, Skill] = {}
     forward: dict[Channel, Estimate] = {}

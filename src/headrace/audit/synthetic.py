@@ -1,16 +1,12 @@
-"""Simulated panels and embeddings in which what is known is known.
+"""Simulated panels in which what can be known is known.
 
 Owns the simulation that every statistic was checked on before it was trusted: a market with
-GARCH volatility and Student t(4) shocks, entity noise, numeric features, random networks that
-read a prompt with its date, and planted knowledge of stated size. The invariant: what is
-planted is named in the configuration and is all there is; with every share at 0, the embedding
-knows nothing. It estimates nothing.
+GARCH volatility and Student t(4) shocks, entity noise, numeric features, and the embeddings of
+:mod:`headrace.audit.synthetic_embeddings` with planted knowledge of stated size. The invariant:
+what is planted is named in the configuration and is all there is; with every share at 0, the
+embedding knows nothing. It estimates nothing.
 
-Shares are of the variance of y. Per channel: an embedding with ``leak=0.03`` holds, in each
-channel named, a signal that explains 0.03 of var(y) on dates before the cutoff and nothing
-after it.
-
-Shape legend: N entities, T sessions, n embedded rows, D dimensions, H hidden units.
+Shape legend: N entities, T sessions, n embedded rows, D dimensions.
 """
 
 from __future__ import annotations
@@ -21,6 +17,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from headrace.audit.panel import Panel
+from headrace.audit.synthetic_embeddings import NetworkKind, PlantedKnowledge, draw_embeddings
 from headrace.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,7 +27,6 @@ if TYPE_CHECKING:
 
     Array = NDArray[np.float64]
 
-_H = 64
 _NUM_FEATURES = 3
 
 
@@ -42,8 +38,7 @@ class SyntheticConfig:
         num_entities, num_sessions: of the panel; its matrix of targets is full.
         rows_per_entity: embedded rows an entity, on random dates.
         dimension: of the embeddings.
-        network: ``"digits"`` reads year, month and day as tokens; ``"calendar"`` encodes dates
-            smoothly and knows as little.
+        network: how it reads dates, see :mod:`headrace.audit.synthetic_embeddings`.
         num_twins: untrained networks beside the audited one.
         common_share: share of var(y) that all entities share.
         feature_skill: share of var(y) that is linear in a numeric feature, which the network
@@ -62,7 +57,7 @@ class SyntheticConfig:
     num_sessions: int = 1171
     rows_per_entity: int = 30
     dimension: int = 64
-    network: Literal["digits", "calendar"] = "digits"
+    network: NetworkKind = "digits"
     num_twins: int = 4
     common_share: float = 0.3
     feature_skill: float = 0.0
@@ -117,115 +112,45 @@ def market_shocks(num_sessions: int, rng: np.random.Generator) -> Array:
     return scaled
 
 
-def _date_encoding(
-    config: SyntheticConfig, dates: NDArray[np.datetime64], rng: np.random.Generator
-) -> Array:
-    """``(T, H)`` of what a network sees of a date."""
-    if config.network == "calendar":
-        day = np.arange(config.num_sessions)[:, None]
-        scales = np.exp(rng.uniform(np.log(10), np.log(600), _H))
-        return 2.0 * np.cos(day / scales + rng.uniform(0, 2 * np.pi, _H))
-    year = dates.astype("datetime64[Y]").astype(np.int64)
-    month = dates.astype("datetime64[M]").astype(np.int64) % 12
-    day = (dates.astype("datetime64[D]") - dates.astype("datetime64[M]")).astype(np.int64)
-    encoding = np.zeros((config.num_sessions, _H))
-    for token in (year - year.min(), month, day // 10, day % 10):
-        encoding += rng.standard_normal((int(token.max()) + 1, _H))[token]
-    return encoding
-
-
-def _network(inputs_nH: Array, dimension: int, rng: np.random.Generator) -> Array:
-    """Two random layers, no training: ``(n, D)``, unit variance in every dimension."""
-    hidden = np.tanh(
-        inputs_nH @ (rng.standard_normal((_H, 2 * _H)) / (12.0)) + 0.3 * rng.standard_normal(2 * _H)
-    )
-    out = np.tanh(hidden @ (rng.standard_normal((2 * _H, dimension)) / 8.0))
-    scaled: Array = out / out.std(axis=0)
-    return scaled
-
-
-def _noisy(signal: Array, share: float, rng: np.random.Generator) -> Array:
-    """Signal plus noise, unit variance, of squared correlation ``share / var(signal)``."""
-    ratio = share / signal.var()
-    noisy = signal + signal.std() * np.sqrt(1.0 / ratio - 1.0) * rng.standard_normal(signal.shape)
-    scaled: Array = noisy / noisy.std()
-    return scaled
-
-
-class _Embedding:
-    """An embedding to which signals are added, each spread over an eighth of its dimensions."""
-
-    def __init__(self, values: Array, rng: np.random.Generator) -> None:
-        self.values, self._rng = values, rng
-        self._width = max(1, values.shape[1] // 8)
-        self._next = 0
-
-    def plant(self, signal_n: Array) -> None:
-        signs = self._rng.choice([-1.0, 1.0], self._width)
-        columns = np.arange(self._next, self._next + self._width) % self.values.shape[1]
-        self.values[:, columns] += signal_n[:, None] * signs
-        self._next += self._width
-
-
 def simulate(config: SyntheticConfig) -> SyntheticAudit:
     """Draw one panel with its embeddings."""
     rng = np.random.default_rng(config.seed)
-    num_entities, num_sessions = config.num_entities, config.num_sessions
-    dates = np.busday_offset("2015-01-05", np.arange(num_sessions), roll="forward")
-    cutoff_session = int(config.cutoff_fraction * num_sessions)
-    before = np.arange(num_sessions) < cutoff_session
+    shape = (config.num_entities, config.num_sessions)
+    dates = np.busday_offset("2015-01-05", np.arange(config.num_sessions), roll="forward")
+    cutoff_session = int(config.cutoff_fraction * config.num_sessions)
+    before = np.arange(config.num_sessions) < cutoff_session
     volatility = np.where(before, 1.0, config.volatility_break)
-    common = np.sqrt(config.common_share) * market_shocks(num_sessions, rng)
-    entity = np.sqrt(1.0 - config.common_share) * rng.standard_normal((num_entities, num_sessions))
-    features = rng.standard_normal((num_entities, num_sessions, _NUM_FEATURES))
+    common = np.sqrt(config.common_share) * market_shocks(config.num_sessions, rng)
+    entity = np.sqrt(1.0 - config.common_share) * rng.standard_normal(shape)
+    features = rng.standard_normal((*shape, _NUM_FEATURES))
     y = (common[None] + entity) * volatility[None]
     y += np.sqrt(config.feature_skill) * features[:, :, 0]
-
-    rows = np.stack(
-        [
-            np.sort(rng.choice(num_sessions, config.rows_per_entity, replace=False))
-            for _ in range(num_entities)
-        ]
+    knowledge: list[PlantedKnowledge] = []
+    everywhere = np.ones(config.num_sessions, dtype=bool)
+    for channel in config.channels:
+        own = common[None] if channel == "common" else entity
+        if config.skill and config.skill_constant_in == "units":
+            own = np.sqrt(config.skill) * rng.standard_normal(own.shape)
+            y = y + own
+            knowledge.append(PlantedKnowledge(signal=own, share=None, known=everywhere))
+        elif config.skill:
+            knowledge.append(PlantedKnowledge(signal=own, share=config.skill, known=everywhere))
+        if config.leak:
+            knowledge.append(PlantedKnowledge(signal=own, share=config.leak, known=before))
+    embedded = np.zeros(shape, dtype=bool)
+    for row in embedded:
+        row[rng.choice(config.num_sessions, config.rows_per_entity, replace=False)] = True
+    panel = _panel(config, dates, y, features, embedded)
+    embedding, twins = draw_embeddings(
+        panel,
+        knowledge,
+        network=config.network,
+        dimension=config.dimension,
+        num_twins=config.num_twins,
+        seed=config.seed,
     )
-    unit = np.repeat(np.arange(num_entities), config.rows_per_entity)
-    session = rows.reshape(-1)
-    inputs = _date_encoding(config, dates, rng)[session]
-    inputs = inputs + 0.7 * rng.standard_normal((num_entities, _H))[unit]
-    inputs += 0.5 * features[unit, session] @ rng.standard_normal((_NUM_FEATURES, _H))
-    embedding = _Embedding(_network(inputs, config.dimension, rng), rng)
-
-    def plant(share: float, known: NDArray[np.bool_]) -> None:
-        """Plant knowledge of each channel on the sessions of ``known``, noise on the others."""
-        for channel in config.channels:
-            noise = rng.standard_normal(num_sessions if channel == "common" else len(session))
-            if channel == "common":
-                knows, noise = _noisy(common, share, rng)[session], noise[session]
-            else:
-                knows = _noisy(entity[unit, session], share, rng)
-            embedding.plant(np.where(known[session], knows, noise))
-
-    if config.skill and config.skill_constant_in == "units":
-        for channel in config.channels:
-            extra = rng.standard_normal((1 if channel == "common" else num_entities, num_sessions))
-            y = y + np.sqrt(config.skill) * extra
-            embedding.plant(np.broadcast_to(extra, y.shape)[unit, session])
-    elif config.skill:
-        plant(config.skill, np.ones(num_sessions, dtype=bool))
-    if config.leak:
-        plant(config.leak, before)
-
-    embedded = np.zeros((num_entities, num_sessions), dtype=bool)
-    embedded[unit, session] = True
     return SyntheticAudit(
-        panel=_panel(config, dates, y, features, embedded),
-        embedding=embedding.values.astype(np.float32),
-        twins={
-            f"twin {k}": _network(
-                inputs, config.dimension, np.random.default_rng((config.seed, k))
-            ).astype(np.float32)
-            for k in range(config.num_twins)
-        },
-        cutoff=str(dates[cutoff_session - 1]),
+        panel=panel, embedding=embedding, twins=twins, cutoff=str(dates[cutoff_session - 1])
     )
 
 
@@ -240,7 +165,7 @@ def _panel(
     num_entities, num_sessions = y.shape
     unit, session = np.divmod(np.arange(y.size), num_sessions)
     moments = dates.astype("datetime64[us]")
-    ends = moments + np.timedelta64(86_399, "s")
+    ends = (moments.astype(np.int64) + 86_399_000_000).astype("datetime64[us]")
     return Panel(
         name=f"synthetic {num_entities} x {num_sessions}, seed {config.seed}",
         entities=np.array([f"E{k:05d}" for k in range(num_entities)]),

@@ -69,7 +69,6 @@ def audit(
 
     from headrace.audit import AuditConfig, read_panel, to_dict, write_json
     from headrace.audit.request import AuditRequest, file_sources, pairs
-    from headrace.audit.threads import all_cores
     from headrace.errors import ConfigError
 
     if panel is None:
@@ -90,8 +89,7 @@ def audit(
             seed=seed,
         ),
     )
-    with all_cores():
-        result = request.run(progress=lambda text: print(text, file=sys.stderr, flush=True))
+    result = request.run(progress=lambda text: print(text, file=sys.stderr, flush=True))
     if json == "-":
         print(dumps(to_dict(result), ensure_ascii=False, allow_nan=False))
         return
