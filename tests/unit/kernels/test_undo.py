@@ -47,7 +47,7 @@ def test_inverting_restores_the_state_to_rounding(kernels, split):
     assert (np.abs(restored.master - before.master) <= 2 * ulp + 1e-9).all()
     first = np.abs(restored.exp_avg - before.exp_avg)
     size = np.maximum(np.abs(before.exp_avg), np.abs(after.exp_avg))
-    assert np.quantile(first / size, 0.999) < 1e-6
+    assert np.quantile(first / size, 0.999) < 5e-7
     second = np.abs(restored.exp_avg_sq - before.exp_avg_sq) / before.exp_avg_sq
     assert np.quantile(second, 0.999) < 6e-5
     # The update itself was no smaller than what is left of it by far.
@@ -65,7 +65,7 @@ def test_correcting_equals_clipping_first(kernels, split, scale):
     assert found.call(kernels, "adamw", grad, step=STEPS, **HYPER)
     assert found.call(kernels, "correct", grad, step=STEPS, scale=scale, **HYPER)
 
-    assert np.quantile(np.abs(direction(found) - direction(expected)), 0.999) < 2.7e-5
+    assert np.quantile(np.abs(direction(found) - direction(expected)), 0.999) < 2.7e-6
     tolerance = 2.0**-22 * np.abs(expected.master) + 2.7e-4 * HYPER["learning_rate"]
     assert (np.abs(found.master - expected.master) <= tolerance).all()
 
