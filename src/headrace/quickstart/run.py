@@ -274,7 +274,6 @@ class _Run:
     def _audit(self) -> None:
         from headrace.audit import AuditConfig, run_audit, write_json  # noqa: PLC0415 (as above)
         from headrace.audit.sources import source_from_file  # noqa: PLC0415 (as above)
-        from headrace.audit.threads import all_cores  # noqa: PLC0415 (as above)
 
         config = self._config
         found = {
@@ -282,16 +281,15 @@ class _Run:
             for network in self._networks()
         }
         models = (config.cut_name, config.other_name)
-        with all_cores():
-            result = run_audit(
-                self._read_panel(),
-                {name: found[name] for name in models},
-                self._cutoffs(),
-                twins={name: found[name] for name in found if name not in models},
-                reductions=[(config.other_name, config.cut_name)],
-                config=AuditConfig(num_shifts=config.num_shifts, seed=config.seed),
-                progress=self._say,
-            )
+        result = run_audit(
+            self._read_panel(),
+            {name: found[name] for name in models},
+            self._cutoffs(),
+            twins={name: found[name] for name in found if name not in models},
+            reductions=[(config.other_name, config.cut_name)],
+            config=AuditConfig(num_shifts=config.num_shifts, seed=config.seed),
+            progress=self._say,
+        )
         write_json(result, self.folder / "audit.json")
 
     def _cutoffs(self) -> dict[str, str]:
@@ -321,7 +319,7 @@ class _Run:
                 write_report(
                     out=self.folder / "report.html",
                     json_out=self.folder / "report.json",
-                    corpora=[self.folder / "corpus"],
+                    corpora=[config.corpus_dir],
                     runs=[self.folder / "runs" / name for name in config.trained_names],
                     audit=self.folder / "audit.json",
                     title="Quickstart",

@@ -110,6 +110,12 @@ class QuickstartConfig:
         """Models that are trained here, each on the vintage of its name."""
         return (self.cut_name, self.other_name) if self.model is None else (self.cut_name,)
 
+    @property
+    def corpus_dir(self) -> Path:
+        """The corpus: a folder of two vintages, or the only one."""
+        corpus = self.output_dir / "corpus"
+        return corpus if self.model is None else corpus / self.cut_name
+
     def corpus(self, last_day: date, tokenizer: Path | None) -> dict[str, Any]:
         """Contents of the corpus's YAML file.
 
@@ -117,13 +123,12 @@ class QuickstartConfig:
             last_day: of the last document, which is the cutoff of the second vintage.
             tokenizer: folder of the given model's, ``None`` to train one.
         """
-        cutoffs = {self.cut_name: self.cutoff.isoformat()}
-        if self.model is None:
-            cutoffs[self.other_name] = last_day.isoformat()
+        first, last = self.cutoff.isoformat(), last_day.isoformat()
+        both = {"cutoffs": {self.cut_name: first, self.other_name: last}}
         trained = {"train": "bpe", "vocab_size": self.shape.vocab_size}
         return {
-            "output_dir": str(self.output_dir / "corpus"),
-            "cutoffs": cutoffs,
+            "output_dir": str(self.corpus_dir),
+            **(both if self.model is None else {"cutoff": first}),
             "cutoff_timezone": "America/New_York",  # the addresses' own: a day ends there
             "not_before": "1789-01-01",
             "sources": [

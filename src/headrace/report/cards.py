@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 VERDICTS = {
     "too_little_data": (
         "Too little data to tell",
-        "The panel is too small for any verdict: nothing can be concluded either way.",
+        "There is not enough data for a verdict: nothing can be concluded either way.",
     ),
     "not_identified": (
         "Cannot be told apart here",
