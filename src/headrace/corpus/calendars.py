@@ -11,9 +11,10 @@ dated the next business day) and the SEC's operating hours (06:00 to 22:00 Easte
 from __future__ import annotations
 
 import bisect
+import warnings
 from dataclasses import dataclass, field
-from datetime import UTC, date, datetime, time, timedelta
-from typing import TYPE_CHECKING
+from datetime import date, datetime, time, timedelta
+from typing import TYPE_CHECKING, Any
 from zoneinfo import ZoneInfo
 
 from headrace.corpus.instants import (
@@ -101,12 +102,11 @@ class EdgarCalendar:
     reopen: time = time(6, 0)
 
     def roll(self, instant_us: int) -> int:
-        """The instant itself during a business day, else 06:00 of the next one."""
+        """The instant itself in a business day's hours, else 06:00 of the next such day."""
         local = from_microseconds(instant_us).astimezone(_EASTERN)
         day = local.date()
-        if is_edgar_business_day(day) and local.time().replace(tzinfo=None) <= self.close:
-            return instant_us
-        day += timedelta(days=1)
+        if local.time() > self.close:
+            day += timedelta(days=1)
         while not is_edgar_business_day(day):
             day += timedelta(days=1)
         reopened = datetime.combine(day, self.reopen, tzinfo=_EASTERN)
@@ -117,25 +117,26 @@ class EdgarCalendar:
 class SessionCalendar:
     """Sessions as sorted opens and closes in microseconds UTC.
 
-    An instant inside ``(previous close, open)`` of a session's own day stays: it is known
-    before the session. ``after`` replaces the session's close by a wall-clock time.
+    ``closes`` may hold another wall-clock time of each session's day, after which what appears
+    counts from the next session.
     """
 
     name: str
-    opens: Sequence[int]
-    closes: Sequence[int]
-    day_starts: Sequence[int] = field(repr=False)
+    opens: Sequence[int] = field(repr=False)
+    closes: Sequence[int] = field(repr=False)
 
     def roll(self, instant_us: int) -> int:
-        """The instant itself on a session's day until its close, else the next open."""
-        if not self.closes or not self.day_starts[0] <= instant_us <= self.closes[-1]:
+        """The instant itself inside a session, else the next open.
+
+        Also before the open: otherwise what appears at midnight would count before what
+        appeared in the evening, and the order of instants would not be kept.
+        """
+        if not self.closes or not self.opens[0] <= instant_us <= self.closes[-1]:
             raise InstantError(
                 "outside_calendar",
                 f"{format_instant(instant_us)} is outside the sessions of {self.name}",
             )
         session = bisect.bisect_left(self.closes, instant_us)  # first close >= the instant
-        if instant_us >= self.day_starts[session]:
-            return instant_us
         return max(instant_us, self.opens[session])
 
 
@@ -168,7 +169,16 @@ def load_calendar(
             f"calendar {name!r} is not known",
             remedy=f"use EDGAR or one of: {', '.join(sorted(known)[:12])}, …",
         )
-    factory = exchange_calendars.get_calendar(name).__class__
+    with warnings.catch_warnings():
+        # The package's own use of pandas; nothing that a user of ours could mend.
+        warnings.simplefilter("ignore")
+        return _exchange(exchange_calendars, name, after, not_before, horizon_us)
+
+
+def _exchange(
+    package: Any, name: str, after: time | None, not_before: date, horizon_us: int
+) -> SessionCalendar:
+    factory = package.get_calendar(name).__class__
     end = min(
         from_microseconds(horizon_us + 31 * DAY_US).date(),
         factory.bound_max().date() if factory.bound_max() is not None else date.max,
@@ -179,25 +189,19 @@ def load_calendar(
     )
     if start >= end:
         raise ConfigError(f"calendar {name!r} has no session between {start} and {end}")
-    calendar = exchange_calendars.get_calendar(name, start=str(start), end=str(end))
+    calendar = package.get_calendar(name, start=str(start), end=str(end))
     return _from_sessions(name, calendar, after)
 
 
-def _from_sessions(name: str, calendar: object, after: time | None) -> SessionCalendar:
-    opens, closes, day_starts = [], [], []
-    zone = calendar.tz  # type: ignore[attr-defined]  # the package is untyped
-    frame = calendar.schedule  # type: ignore[attr-defined]
+def _from_sessions(name: str, calendar: Any, after: time | None) -> SessionCalendar:
+    opens, closes = [], []
+    frame = calendar.schedule
     for session, opened, closed in zip(frame.index, frame["open"], frame["close"], strict=True):
-        day = session.date()
-        starts = datetime.combine(day, time(0), tzinfo=zone)
         last = (
-            closed.to_pydatetime().astimezone(UTC)
+            closed.to_pydatetime()
             if after is None
-            else datetime.combine(day, after, tzinfo=zone)
+            else datetime.combine(session.date(), after, tzinfo=calendar.tz)
         )
         opens.append(to_microseconds(opened.to_pydatetime()))
         closes.append(to_microseconds(last))
-        day_starts.append(to_microseconds(starts))
-    return SessionCalendar(
-        name=name, opens=tuple(opens), closes=tuple(closes), day_starts=tuple(day_starts)
-    )
+    return SessionCalendar(name=name, opens=tuple(opens), closes=tuple(closes))

@@ -25,7 +25,8 @@ _STYLE = """
 :root{color-scheme:light dark;--line:#8884;--soft:#8881}
 body{font:15px/1.5 system-ui,sans-serif;max-width:960px;margin:2rem auto;padding:0 1rem}
 h1{font-size:1.5rem;margin-bottom:.2rem}h2{font-size:1.15rem;margin-top:2.2rem}
-.sub{opacity:.75}.wide{overflow-x:auto}svg{width:100%;min-width:620px;height:auto}svg text{fill:currentColor;font:11px system-ui}
+.sub{opacity:.75}.wide{overflow-x:auto}
+svg{width:100%;min-width:620px;height:auto}svg text{fill:currentColor;font:11px system-ui}
 table{border-collapse:collapse;width:100%;display:block;overflow-x:auto}
 td,th{text-align:left;padding:.3rem .6rem;border-bottom:1px solid var(--line);vertical-align:top}
 td.n{text-align:right;font-variant-numeric:tabular-nums}
@@ -209,6 +210,7 @@ def _histogram(histogram: Sequence[Mapping[str, Any]]) -> str:
     )
     return (
         f"<p>When the text became available, in {unit} {legend}</p>"
-        f"<div class=wide><svg viewBox='0 0 {_WIDTH} {_HEIGHT}' role='img' aria-label='effective dates'>"
+        f"<div class=wide><svg viewBox='0 0 {_WIDTH} {_HEIGHT}' role='img' "
+        "aria-label='effective dates'>"
         f"{ticks}{''.join(bars)}{''.join(labels)}</svg></div>"
     )
