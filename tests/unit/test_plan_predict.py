@@ -18,7 +18,13 @@ from headrace.plan.architecture import read_architecture
 from headrace.plan.choose import choose
 from headrace.plan.fsdp import OPTIMIZERS, per_card_gigabytes, plan_fsdp
 from headrace.plan.job import THIS_VERSION, Features, Job
-from headrace.plan.machine import Rate, card_names, describe_machine, find_card
+from headrace.plan.machine import (
+    Rate,
+    card_names,
+    describe_cpu,
+    describe_machine,
+    find_card,
+)
 from headrace.plan.memory import footprint, state_bytes, usable_device
 from headrace.plan.predict import predict
 from headrace.plan.source import find_model
@@ -177,7 +183,7 @@ def test_selective_policy_keeps_what_was_measured():
 
 def test_speed_of_the_measured_case():
     """8B, 32k tokens, no clipping: 11,650 tokens/s measured on the H200."""
-    job = Job(clipping=False)
+    job = Job(clipping="off")
     speed = predict_speed(model("Qwen/Qwen3-8B"), job, h200(), activations="keep", waves=1)
     assert speed.tokens_per_second == pytest.approx(11_650, rel=0.1)
     assert speed.binding == "compute"
@@ -191,9 +197,24 @@ def test_deferred_update_costs_what_forward_does_not_cover(tokens, slower):
         predict_speed(
             model(name), replace(job, clipping=c), machine, activations="keep", waves=1
         ).step_seconds
-        for c in (True, False)
+        for c in ("deferred", "off")
     ]
     assert times[0] / times[1] - 1 == pytest.approx(slower, abs=0.05)
+
+
+def test_clipping_mode_that_the_plan_assumes():
+    """Optimistic clipping hides the update under backward; a CPU defers it."""
+    small, job = model("Qwen/Qwen3-8B"), Job()
+    speeds = {
+        mode: predict_speed(
+            small, replace(job, clipping=mode), h200(), activations="keep", waves=1
+        ).step_seconds
+        for mode in ("auto", "deferred", "optimistic", "off")
+    }
+    assert speeds["auto"] == speeds["optimistic"] == speeds["off"] < speeds["deferred"]
+    host = Rate(value=64.0 * GIB, origin="given")
+    cpu = describe_cpu(host_bytes=host, disk_bytes=None, cores=2, update_gparams=None)
+    assert predict_speed(small, job, cpu, activations="keep", waves=1).update_under == "forward"
 
 
 def test_recompute_costs_one_forward_more():
@@ -209,7 +230,7 @@ def test_recompute_costs_one_forward_more():
 
 def test_host_traffic_of_a_card_does_not_grow_with_cards():
     small = model("Qwen/Qwen3-8B")
-    job = Job(tokens_per_step=8 * 32768)
+    job = Job(tokens_per_step=8 * 32768, clipping="deferred")
     one = predict_speed(
         small, replace(job, tokens_per_step=32768), h200(), activations="keep", waves=1
     )
@@ -329,7 +350,7 @@ def test_engine_settings_that_a_plan_names_exist():
     job = Job()
     for name in ("weight_slots", "gradient_slots", "loss_chunk_tokens"):
         assert known[name] == getattr(job, name)
-    assert {"activations", "micro_batches_per_wave"} <= set(known)
+    assert {"activations", "micro_batches_per_wave", "clipping"} <= set(known)
     # When the engine learns these, Features must say so.
     assert ("moments" in known) == (len(THIS_VERSION.moments) > 1)
 

@@ -70,8 +70,8 @@ def plan(
         str | None, typer.Option(help="float32, bfloat16 or 8bit. [float32]")
     ] = None,
     clipping: Annotated[
-        bool | None,
-        typer.Option("--clipping/--no-clipping", help="Clip the global norm. [clipping]"),
+        str | None,
+        typer.Option(help="auto, deferred, optimistic or off. [auto]"),
     ] = None,
     tokens: Annotated[str | None, typer.Option(help="Tokens to train on, such as 1B.")] = None,
     price: Annotated[float | None, typer.Option(min=0, help="Of one card and hour.")] = None,
@@ -201,10 +201,11 @@ def _job(settings: dict[str, Any], num_gpus: int, **options: Any) -> Job:
     """The job of a YAML's settings, options of the command line first."""
     from typing import get_args
 
-    from headrace.plan.job import Activations, Job, Moments
+    from headrace.plan.job import Activations, Clipping, Job, Moments
     from headrace.units import parse_count
 
-    for name, kind in (("activations", Activations), ("moments", Moments)):
+    kinds = {"activations": Activations, "moments": Moments, "clipping": Clipping}
+    for name, kind in kinds.items():
         if options[name] is not None and options[name] not in get_args(kind):
             raise ConfigError(
                 f"--{name} is {options[name]!r}", remedy=f"one of: {', '.join(get_args(kind))}"
@@ -223,7 +224,9 @@ def _job(settings: dict[str, Any], num_gpus: int, **options: Any) -> Job:
             "tokens_per_step": micro_batches,
             "accumulation": steps,
             "dtype": settings.get("dtype", "bfloat16"),
-            "clipping": float(settings.get("max_grad_norm", 1.0)) > 0,
+            "clipping": engine.get("clipping")
+            if float(settings.get("max_grad_norm", 1.0)) > 0
+            else "off",
             "num_checkpoints": int(settings.get("save_total_limit") or 1),
             "activations": engine.get("activations"),
         }

@@ -11,6 +11,7 @@ from headrace.errors import ConfigError
 Moments = Literal["float32", "bfloat16", "8bit"]
 Activations = Literal["keep", "recompute"]
 Dtype = Literal["bfloat16", "float32"]
+Clipping = Literal["auto", "deferred", "optimistic", "off"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,9 @@ class Job:
         tokens_per_step: of the global batch, all cards together.
         dtype: of the model.
         moments: type of the optimizer state.
-        clipping: the global norm is clipped, so updates wait for it.
+        clipping: how the global norm is clipped: ``"deferred"`` updates when it is known,
+            ``"optimistic"`` as gradients land, to be corrected; ``"auto"`` is the faster of both
+            (deferred on a CPU); ``"off"`` does not clip.
         activations: kept or recomputed; None lets the plan choose.
         waves: passes over the layers a step; None lets the plan choose.
         accumulation: ``gradient_accumulation_steps`` of an FSDP run of the same batch.
@@ -62,7 +65,7 @@ class Job:
     tokens_per_step: int = 32768
     dtype: Dtype = "bfloat16"
     moments: Moments = "float32"
-    clipping: bool = True
+    clipping: Clipping = "auto"
     activations: Activations | None = None
     waves: int | None = None
     accumulation: int = 1

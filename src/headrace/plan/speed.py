@@ -1,9 +1,10 @@
 """How long a streamed step takes: the demand of every lane, and which one binds.
 
 A step is a forward and a backward phase. In each, lanes run side by side, so a phase lasts as long
-as its longest lane; what the first unit must wait for is added once. With clipping an update waits
-for the norm of all gradients and runs under the next forward; without, under backward. FLOPs are
-model FLOPs; a recompute costs time and is not counted as work.
+as its longest lane; what the first unit must wait for is added once. A deferred update waits for
+the norm of all gradients and runs under the next forward; an optimistic one, or one without
+clipping, runs under backward (correcting it, when the norm exceeds the limit, is not counted).
+FLOPs are model FLOPs; a recompute costs time and is not counted as work.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class Speed:
         forward: seconds of each lane in the forward phase.
         backward: seconds of each lane in the backward phase.
         ramp_seconds: before the first layer can start and after the last gradient.
+        update_under: the phase that the host update runs under.
         origin: the weakest origin among the rates that were used.
     """
 
@@ -47,6 +49,7 @@ class Speed:
     forward: dict[str, float]
     backward: dict[str, float]
     ramp_seconds: float
+    update_under: str
     origin: str
 
 
@@ -62,6 +65,26 @@ def predict_speed(
     model: Architecture, job: Job, machine: Machine, *, activations: Activations, waves: int
 ) -> Speed:
     """Time of one streamed step with everything but windows on the host."""
+
+    def under(phase: str) -> Speed:
+        return _speed(model, job, machine, activations, waves, update_under=phase)
+
+    if job.clipping == "deferred" or (job.clipping == "auto" and machine.is_cpu):
+        return under("forward")
+    if job.clipping == "auto":
+        return min(under("forward"), under("backward"), key=lambda speed: speed.step_seconds)
+    return under("backward")
+
+
+def _speed(
+    model: Architecture,
+    job: Job,
+    machine: Machine,
+    activations: Activations,
+    waves: int,
+    *,
+    update_under: str,
+) -> Speed:
     cards = machine.num_gpus
     tokens = job.card_tokens(cards)
     width = 4 if machine.is_cpu or job.dtype == "float32" else 2
@@ -88,7 +111,7 @@ def predict_speed(
         forward["nvlink"] = down * shared / link
         backward["nvlink"] = (up_again + back) * shared / link
     update = model.num_parameters / (machine.update.value * giga)
-    (forward if job.clipping else backward)["update"] = update
+    (forward if update_under == "forward" else backward)["update"] = update
     first = model.num_embedding + model.largest_layer
     ramp = width * first / cards / (machine.h2d.value * giga)
     ramp += width * model.num_embedding / cards / (machine.d2h.value * giga)
@@ -112,5 +135,6 @@ def predict_speed(
         forward=forward,
         backward=backward,
         ramp_seconds=ramp,
+        update_under=update_under,
         origin=max((r.origin for r in used), key=order.index),
     )
