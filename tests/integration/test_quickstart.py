@@ -44,7 +44,7 @@ def tiny(folder, **changes):
         **{
             "steps": 3,
             "shape": SHAPE,
-            "panel": PanelConfig(first=date(2006, 6, 1), last=date(2007, 8, 1), num_entities=5),
+            "panel": PanelConfig(first=date(2006, 1, 1), last=date(2007, 12, 31), num_entities=5),
             "num_twins": 2,
             "max_length": 64,
             "rows_per_step": 2,
