@@ -17,11 +17,11 @@ def spoil(engine, unit, value, *, element=5):
     updater = engine.updater
     return_gradient = updater.return_gradient
 
-    def returning(number, slot, overlap):
+    def returning(number, slot, early):
         if number == unit:
             slot.flat[element] = value
             del updater.return_gradient  # once
-        return return_gradient(number, slot, overlap)
+        return return_gradient(number, slot, early)
 
     updater.return_gradient = returning
 
@@ -94,7 +94,7 @@ def test_one_inf_in_an_overlapped_step(dtype, unit):
         assert state.optimizer_step == 12
         assert engine.num_skipped_steps == 1
         # The matrices of the unit whose update was refused never changed.
-        end = engine.updater._segments[unit][0].stop
+        end = engine.updater._optimizer.chunks[unit][0].stop
         name = f"{state.layouts[unit].name}."
         now = planes(state)
         kept = {plane: bits[plane][:end] for plane in bits if plane.startswith(name)}
@@ -142,7 +142,7 @@ def test_whole_step_not_finite(limit, monkeypatch):
         monkeypatch.setattr(
             engine,
             "_forward_backward",
-            lambda b, *, scale, overlap: original(b, scale=math.inf, overlap=overlap),
+            lambda b, *, scale, early: original(b, scale=math.inf, early=early),
         )
         (result,) = steps(engine, [1], max_grad_norm=limit)
         engine.synchronize()
@@ -161,7 +161,7 @@ def test_skipping_without_end(limit, monkeypatch):
         monkeypatch.setattr(
             engine,
             "_forward_backward",
-            lambda b, *, scale, overlap: original(b, scale=scales.pop(0), overlap=overlap),
+            lambda b, *, scale, early: original(b, scale=scales.pop(0), early=early),
         )
         for number in range(39):
             result = engine.step(batches, learning_rate=RATE, max_grad_norm=limit)

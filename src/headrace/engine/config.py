@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from headrace.engine.clipping import ClippingMode  # noqa: TC001 - read by pydantic at run time
 from headrace.errors import ConfigError
 from headrace.units import MIB
 
@@ -24,6 +25,8 @@ class EngineConfig:
         gradient_slots: gradient buffers of a layer on the device.
         chunk_bytes: piece of a gradient that returns, and is updated, on its own.
         update_threads: host threads of the optimizer; None takes the cores of this process.
+        clipping: ``"deferred"`` updates once the gradient's norm is known, ``"optimistic"`` as
+            gradients land and corrects, ``"auto"`` chooses by measuring (deferred on the CPU).
         loss_chunk_tokens: tokens whose logits exist at a time.
         gradient_dtype: what returns to the host; None is bfloat16 for bfloat16 models, else
             float32.
@@ -42,6 +45,7 @@ class EngineConfig:
     gradient_slots: int = 2
     chunk_bytes: int = 64 * MIB
     update_threads: int | None = None
+    clipping: ClippingMode = "auto"
     loss_chunk_tokens: int = 1024
     gradient_dtype: Literal["bfloat16", "float32"] | None = None
     compile: bool | None = None
@@ -66,6 +70,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"engine.{name} is {value}; it must be at least 1, or absent")
+        if self.clipping not in ("auto", "deferred", "optimistic"):
+            raise ConfigError(f"engine.clipping is {self.clipping!r}: auto, deferred or optimistic")
         if self.activations not in ("keep", "recompute"):
             raise ConfigError(f"engine.activations is {self.activations!r}: keep or recompute")
 

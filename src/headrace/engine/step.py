@@ -21,10 +21,12 @@ import torch
 
 from headrace.batch import IGNORE_INDEX, MicroBatch
 from headrace.engine.accumulators import Accumulators
+from headrace.engine.clipping import ClippingPolicy, clip_coefficient
 from headrace.engine.config import AdamWConfig, EngineConfig
+from headrace.engine.host_optimizer import UpdateSettings
 from headrace.engine.passes import DeviceBatch, LayerRecord, Passes
 from headrace.engine.schedule import split_waves
-from headrace.engine.update import Updater, UpdateSettings, check_finite_state, clip_coefficient
+from headrace.engine.update import Updater, check_finite_state
 from headrace.engine.windows import Exposure, Windows
 from headrace.errors import ConfigError, DataError
 from headrace.models.attention import pinned_backend
@@ -130,6 +132,7 @@ class Engine:
             device=self.device,
             exposure=self._exposure,
         )
+        self._clipping = ClippingPolicy(self.config.clipping, host_computes=not cuda)
         self._skipped_in_a_row = 0
         self.num_skipped_steps = 0
 
@@ -178,26 +181,35 @@ class Engine:
         if num_supervised == 0:
             raise DataError("no token of this step's batch is supervised: every target is -100")
         self._exposure.reset()
-        settings = UpdateSettings(
-            step=self.state.optimizer_step + 1, learning_rate=learning_rate, gradient_scale=1.0
-        )
+        begun = time.perf_counter()
+        step = self.state.optimizer_step + 1
         clipping = max_grad_norm is not None and max_grad_norm > 0
-        loss_sum = self._forward_backward(
-            micro_batches, scale=1.0 / num_supervised, overlap=None if clipping else settings
-        )
-        started = time.perf_counter()
+        early = None
+        if not clipping or self._clipping.may_update_early(step):
+            early = UpdateSettings(step=step, learning_rate=learning_rate)
+        loss_sum = self._forward_backward(micro_batches, scale=1.0 / num_supervised, early=early)
+        waiting = time.perf_counter()
         norm = self.updater.gradient_norm()
-        self._exposure.seconds["d2h"] += time.perf_counter() - started
+        ended = time.perf_counter()
+        self._exposure.seconds["d2h"] += ended - waiting
         loss = float(loss_sum) / num_supervised
         skipped = not math.isfinite(norm)
-        if not clipping:
-            self.updater.finish_overlapped(norm, settings)
-        elif not skipped:
-            scale = clip_coefficient(norm, max_grad_norm)
-            self.updater.apply_all(
-                UpdateSettings(
-                    step=settings.step, learning_rate=learning_rate, gradient_scale=scale
-                )
+        coefficient = clip_coefficient(norm, max_grad_norm)
+        self.updater.settle(
+            norm,
+            UpdateSettings(
+                step=step,
+                learning_rate=learning_rate,
+                gradient_scale=coefficient,
+                # No element exceeds the norm; the margin covers the norm's own rounding.
+                largest_gradient=1.001 * norm,
+            ),
+        )
+        if clipping and not skipped:
+            self._clipping.observe(
+                coefficient=coefficient,
+                exposed_update=self._exposure.seconds["update"],
+                step_seconds=ended - begun,
             )
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
         self.num_skipped_steps += skipped
@@ -286,7 +298,7 @@ class Engine:
         micro_batches: Sequence[MicroBatch],
         *,
         scale: float,
-        overlap: UpdateSettings | None,
+        early: UpdateSettings | None,
     ) -> torch.Tensor:
         waves = split_waves(len(micro_batches), self.config.micro_batches_per_wave)
         windows, accumulators = self._windows, self._accumulators
@@ -306,7 +318,7 @@ class Engine:
                 gradients = self._head(batches, hidden, scale, loss_sum)
                 del hidden
                 if last:
-                    self.updater.return_gradient(num_layers + 1, accumulators.head, overlap)
+                    self.updater.return_gradient(num_layers + 1, accumulators.head, early)
                 for use, slot in walk.layers(num_layers):
                     accumulator = accumulators.layer(use.layer)
                     if first:
@@ -322,7 +334,7 @@ class Engine:
                             first=first and m == 0,
                         )
                     if last:
-                        self.updater.return_gradient(1 + use.layer, accumulator, overlap)
+                        self.updater.return_gradient(1 + use.layer, accumulator, early)
                 for m, batch in enumerate(batches):
                     self._passes.embed_backward(
                         windows.embed,
@@ -331,7 +343,7 @@ class Engine:
                         accumulators.embed,
                         first=first and m == 0 and not self.spec.tied,
                     )
-            self.updater.return_gradient(0, accumulators.embed, overlap)
+            self.updater.return_gradient(0, accumulators.embed, early)
             windows.release_ends()
         return loss_sum
 

@@ -1,0 +1,183 @@
+"""AdamW on chunks of the host state: parameter groups, and what each kernel call needs to know.
+
+Invariants: a chunk lies in one parameter group; it is updated as a whole or, when refused, not at
+all. Not thread-safe: the update lane is the only caller.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from headrace.errors import NumericsError
+from headrace.kernels.headroom import Headroom
+from headrace.store.layout import plan_segments
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from headrace.engine.config import AdamWConfig
+    from headrace.kernels.calls import HostKernels
+    from headrace.store.layout import ParamSpec
+    from headrace.store.state import ModelState
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateSettings:
+    """What one optimizer step uses everywhere.
+
+    Attributes:
+        step: t of the bias correction, 1 for the first update.
+        learning_rate: before group scales.
+        gradient_scale: the clipping coefficient c, at most 1.
+        largest_gradient: a bound on every gradient element before scaling, such as the norm;
+            None makes each call look for itself.
+    """
+
+    step: int
+    learning_rate: float
+    gradient_scale: float = 1.0
+    largest_gradient: float | None = None
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of a unit's gradient: what returns, and is updated, on its own.
+
+    Attributes:
+        unit: which unit.
+        index: position among the unit's chunks.
+        start: first element.
+        stop: element after the last.
+        group: parameter group.
+    """
+
+    unit: int
+    index: int
+    start: int
+    stop: int
+    group: int
+
+
+class HostOptimizer:
+    """Applies, inverts and corrects updates of chunks."""
+
+    def __init__(
+        self,
+        state: ModelState,
+        optimizer: AdamWConfig,
+        kernels: HostKernels,
+        *,
+        num_threads: int,
+        chunk_elements: int,
+    ) -> None:
+        """Plan the chunks, at most ``chunk_elements`` long, and start the kernels' threads."""
+        self._state = state
+        self._optimizer = optimizer
+        self._kernels = kernels
+        self._pool = kernels.Pool(num_threads)
+        self.chunks: list[list[Chunk]] = []
+        for unit, layout in enumerate(state.layouts):
+            ranges = [
+                (start, min(start + chunk_elements, segment.stop), segment.group)
+                for segment in plan_segments(layout, self._group_of)
+                for start in range(segment.start, segment.stop, chunk_elements)
+            ]
+            self.chunks.append([Chunk(unit, i, *r) for i, r in enumerate(ranges)])
+        self._headroom = {chunk: Headroom() for unit in self.chunks for chunk in unit}
+
+    def close(self) -> None:
+        """End the kernels' threads."""
+        self._pool.close()
+
+    def update(self, chunk: Chunk, gradient: NDArray[Any], settings: UpdateSettings) -> bool:
+        """AdamW on a chunk; False if it was refused (a non-finite value)."""
+        split = self._state.dtype == "bfloat16"
+        kernel = self._kernels.adamw_split if split else self._kernels.adamw_float32
+        return self._call(kernel, chunk, gradient, settings, grad_scale=settings.gradient_scale)
+
+    def invert(self, chunk: Chunk, gradient: NDArray[Any], settings: UpdateSettings) -> bool:
+        """Undo, up to rounding, the update just applied with the same arguments."""
+        split = self._state.dtype == "bfloat16"
+        kernel = self._kernels.invert_split if split else self._kernels.invert_float32
+        return self._call(kernel, chunk, gradient, settings, grad_scale=settings.gradient_scale)
+
+    def correct(
+        self, chunk: Chunk, gradient: NDArray[Any], settings: UpdateSettings, applied_scale: float
+    ) -> bool:
+        """Turn an update applied with ``applied_scale`` into one with the settings' scale."""
+        split = self._state.dtype == "bfloat16"
+        kernel = self._kernels.correct_split if split else self._kernels.correct_float32
+        return self._call(
+            kernel,
+            chunk,
+            gradient,
+            settings,
+            applied_scale=applied_scale,
+            scale=settings.gradient_scale,
+        )
+
+    def refusal(self, chunk: Chunk) -> NumericsError:
+        """The error for a chunk that was refused although its gradient is finite."""
+        layout = self._state.layouts[chunk.unit]
+        name = next(p.name for p in reversed(layout.params) if p.offset <= chunk.start)
+        return NumericsError(
+            f"the update at {name} would leave the range of its type; it was not applied",
+            remedy="resume from the last checkpoint with a lower learning_rate",
+        )
+
+    def _call(
+        self,
+        kernel: Any,
+        chunk: Chunk,
+        gradient: NDArray[Any],
+        settings: UpdateSettings,
+        **scales: float,
+    ) -> bool:
+        planes = self._state.units[chunk.unit]
+        elements = slice(chunk.start, chunk.stop)
+        learning_rate_scale, decay = self._group_settings(chunk.group)
+        weights: list[NDArray[Any]]
+        if planes.weight_array is not None:
+            weights = [planes.weight_array[elements]]
+        else:
+            assert planes.weight_bits is not None
+            assert planes.remainder_array is not None
+            weights = [planes.weight_bits[elements], planes.remainder_array[elements]]
+        applied: bool = kernel(
+            *weights,
+            planes.exp_avg_array[elements],
+            planes.exp_avg_sq_array[elements],
+            gradient[elements],
+            step=settings.step,
+            learning_rate=settings.learning_rate * learning_rate_scale,
+            beta1=self._optimizer.beta1,
+            beta2=self._optimizer.beta2,
+            eps=self._optimizer.eps,
+            weight_decay=decay,
+            pool=self._pool,
+            headroom=self._headroom[chunk],
+            largest_grad=settings.largest_gradient,
+            **scales,
+        )
+        return applied
+
+    def _group_of(self, param: ParamSpec) -> int:
+        matrix = len(param.shape) >= 2
+        groups = self._optimizer.groups
+        for index, group in enumerate(groups):
+            if re.search(group.pattern, param.name):
+                return 2 * index + matrix
+        return 2 * len(groups) + matrix
+
+    def _group_settings(self, group: int) -> tuple[float, float]:
+        """Learning-rate scale and weight decay of a segment's group."""
+        index, matrix = divmod(group, 2)
+        scale, decay = 1.0, self._optimizer.weight_decay if matrix else 0.0
+        if index < len(self._optimizer.groups):
+            overrides = self._optimizer.groups[index]
+            scale = overrides.learning_rate_scale
+            if overrides.weight_decay is not None:
+                decay = overrides.weight_decay
+        return scale, decay
