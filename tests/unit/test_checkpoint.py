@@ -1,8 +1,6 @@
 """Checkpoints and exports: every bit there and back, whole or not there, readable by HF."""
 
-import builtins
 import errno
-import io
 import json
 import logging
 import os
@@ -13,6 +11,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from disk_operations import announce_operations
 from headrace.errors import CheckpointError, ConfigError
 from headrace.models.spec import ModelSpec
 from headrace.store import checkpoint
@@ -401,60 +400,10 @@ def test_pruning_that_was_killed(tmp_path, saved, monkeypatch):
 # -- disk full -----------------------------------------------------------------------------
 
 
-def write_operations(monkeypatch, on_operation):
-    """Call ``on_operation(name)`` before every operation of this process that changes a disk."""
-
-    class Counting:
-        """A file that announces its writes."""
-
-        def __init__(self, file):
-            self._file = file
-
-        def write(self, data):
-            on_operation("write")
-            return self._file.write(data)
-
-        def __getattr__(self, name):
-            return getattr(self._file, name)
-
-        def __enter__(self):
-            self._file.__enter__()
-            return self
-
-        def __exit__(self, *error):
-            return self._file.__exit__(*error)
-
-        def __iter__(self):
-            return iter(self._file)
-
-    def announced(module, name, *, only=lambda *args, **kwargs: True):
-        original = getattr(module, name)
-
-        def call(*args, **kwargs):
-            if only(*args, **kwargs):
-                on_operation(name)
-            return original(*args, **kwargs)
-
-        monkeypatch.setattr(module, name, call)
-
-    original_open = io.open
-
-    def opening(file, mode="r", *args, **kwargs):
-        if "r" in mode and "+" not in mode:
-            return original_open(file, mode, *args, **kwargs)
-        on_operation("open")
-        return Counting(original_open(file, mode, *args, **kwargs))
-
-    monkeypatch.setattr(io, "open", opening)
-    monkeypatch.setattr(builtins, "open", opening)
-    for name in ("fsync", "mkdir", "rename", "rmdir", "unlink"):
-        announced(os, name)
-
-
 def count_operations(monkeypatch, work):
     names = []
     with monkeypatch.context() as patch:
-        write_operations(patch, names.append)
+        announce_operations(names.append, setattr=patch.setattr)
         work()
     return names
 
@@ -463,7 +412,7 @@ def test_disk_full_at_any_operation_of_a_save(tmp_path, saved, monkeypatch):
     """Each write, flush and rename of a save fails in turn: earlier checkpoints stay, and load."""
     spec, state = saved
     names = count_operations(monkeypatch, lambda: save(tmp_path / "count", spec, state, 2))
-    assert names.count("write") > 80
+    assert names.count("write") > 80  # headers and tensors
     assert {"open", "fsync", "mkdir", "rename"} <= set(names)
     previous = save(tmp_path / "run", spec, state, 1)
     reached = 0
@@ -476,7 +425,7 @@ def test_disk_full_at_any_operation_of_a_save(tmp_path, saved, monkeypatch):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         with monkeypatch.context() as patch:
-            write_operations(patch, fail)
+            announce_operations(fail, setattr=patch.setattr)
             try:
                 save(tmp_path / "run", spec, state, 2)
             except CheckpointError as error:
