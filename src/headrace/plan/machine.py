@@ -29,7 +29,7 @@ MATMUL_SHARE, H2D_SHARE, D2H_SHARE, DUPLEX_SHARE = 0.79, 0.78, 0.88, 0.63
 UPDATE_GPARAMS_16_CORES = 4.9
 
 # fp32 matmul a core, for planning on a machine without a GPU: order of magnitude only.
-CPU_TFLOPS_PER_CORE = 0.03
+CPU_TFLOPS_PER_CORE = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
