@@ -20,6 +20,8 @@ SHAPE = ModelShape(
     vocab_size=384, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, mlp_size=32
 )
 
+LONGER = PanelConfig(first=date(2006, 1, 1), last=date(2007, 12, 31), num_entities=5)
+
 
 @pytest.fixture(scope="module")
 def short_texts():
@@ -44,7 +46,7 @@ def tiny(folder, **changes):
         **{
             "steps": 3,
             "shape": SHAPE,
-            "panel": PanelConfig(first=date(2006, 1, 1), last=date(2007, 12, 31), num_entities=5),
+            "panel": PanelConfig(first=date(2006, 6, 1), last=date(2007, 8, 1), num_entities=5),
             "num_twins": 2,
             "max_length": 64,
             "rows_per_step": 2,
@@ -131,7 +133,9 @@ def test_a_model_folder_is_continued_and_compared_with_itself(
 ):
     folder, _ = finished
     base = next((folder / "runs" / "all-dates").glob("checkpoint-*"))
-    result, _ = go(tiny(tmp_path / "work", model=base, model_cutoff=date(2010, 1, 1)), capsys)
+    result, _ = go(
+        tiny(tmp_path / "work", model=base, model_cutoff=date(2010, 1, 1), panel=LONGER), capsys
+    )
     assert list(result.verdicts) == ["continued-2006", "base"]
     audit = json.loads((tmp_path / "work" / "audit.json").read_text("utf-8"))
     assert audit["models"][0]["cutoff"] == "2010-01-01"  # training moves no cutoff back
