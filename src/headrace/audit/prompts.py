@@ -38,6 +38,19 @@ def _facts(panel: Panel, row: int) -> str:
     return f"{lines}Outlook:"
 
 
+def _vessl_2026(panel: Panel, row: int) -> str:
+    """The prompt of the published evaluation, word for word, for panels of its features."""
+    value = dict(zip(panel.feature_names, panel.features[row], strict=True))
+    date = panel.date_text(int(panel.session[row]))
+    code = panel.entities[panel.entity[row]]
+    return (
+        f"On {date}, Japanese Tokyo Stock Exchange securities code {code} "
+        f"had recent 5-day log return {value['ret_5d']:+.4f}, "
+        f"30-day log return {value['ret_30d']:+.4f}, "
+        f"20-day volatility {value['vol_20d']:.4f}."
+    )
+
+
 def _text(panel: Panel, row: int) -> str:
     assert panel.prompts is not None
     return panel.prompts[row]
@@ -47,6 +60,7 @@ TEMPLATES: dict[str, tuple[str, Callable[[Panel, int], str]]] = {
     "panel/1": ("entity, date and features, a line each", _panel),
     "panel-no-date/1": ("ablation: the date left out", _no_date),
     "panel-no-entity/1": ("ablation: the entity's name masked", _no_entity),
+    "vessl-2026/1": ("the published evaluation's prompt, for its JPX panel", _vessl_2026),
     "text/1": ("the panel's own column 'prompt'", _text),
 }
 
@@ -68,6 +82,12 @@ def render_prompts(panel: Panel, template: str) -> list[str]:
     if template == "text/1" and panel.prompts is None:
         raise ConfigError(
             f"template text/1 reads the column 'prompt', which panel {panel.name!r} lacks"
+        )
+    needed = {"ret_5d", "ret_30d", "vol_20d"}
+    if template == "vessl-2026/1" and not needed <= set(panel.feature_names):
+        raise ConfigError(
+            f"template vessl-2026/1 reads the features {', '.join(sorted(needed))}, which panel "
+            f"{panel.name!r} lacks"
         )
     render = TEMPLATES[template][1]
     return [render(panel, int(row)) for row in panel.embedded_rows]

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from headrace.audit.panel import Panel
+    from headrace.audit.published_defects import PublishedOptions
     from headrace.audit.records import AuditResult
 
 
@@ -33,6 +34,7 @@ class AuditRequest:
     twins: dict[str, EmbeddingSource] = field(default_factory=dict)
     reference: str | None = None
     reductions: tuple[tuple[str, str], ...] = ()
+    published: PublishedOptions | None = None
     config: AuditConfig = field(default_factory=AuditConfig)
 
     def run(self, progress: Callable[[str], None] | None = None) -> AuditResult:
@@ -44,6 +46,7 @@ class AuditRequest:
             twins=self.twins,
             reference=self.reference,
             reductions=self.reductions,
+            published=self.published,
             config=self.config,
             progress=progress,
         )

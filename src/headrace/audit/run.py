@@ -6,7 +6,7 @@ computed, twins are measured first, then models, and all models are judged toget
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from headrace import __version__
@@ -15,7 +15,8 @@ from headrace.audit.combine import reduction_record, slope_figures
 from headrace.audit.conclude import AuditedModel, hopeless_record, judge_all
 from headrace.audit.config import AuditConfig, parse_date
 from headrace.audit.measure import Layout, Measurement, build_layout, measure, project
-from headrace.audit.records import AuditResult, Figure, ReductionRecord
+from headrace.audit.published_defects import PublishedOptions, published_reduction, run_published
+from headrace.audit.records import AuditResult, Figure, PublishedRecord, ReductionRecord
 from headrace.audit.sources import EmbeddingSource, as_source, load
 from headrace.errors import ConfigError
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from headrace.audit.panel import Panel
+    from headrace.audit.published import PublishedScores
     from headrace.audit.sources import Loader
 
     Array = NDArray[np.float64]
@@ -41,6 +43,7 @@ def run_audit(
     twins: Mapping[str, Source] | None = None,
     reference: str | None = None,
     reductions: Sequence[tuple[str, str]] = (),
+    published: PublishedOptions | None = None,
     config: AuditConfig | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> AuditResult:
@@ -57,6 +60,7 @@ def run_audit(
         reference: a model of ``embeddings`` to be the reference instead, known to be of its
             time (a point-in-time model).
         reductions: (base, trained) pairs of models to compare.
+        published: also run protocol ``vessl-2026`` on every model, for comparison.
         config: settings.
         progress: is told what is being done.
 
@@ -82,12 +86,22 @@ def run_audit(
             values = project(values, config.twin_max_dimension, config.seed)
             measured_twins.append(measure(values, layout, twin=True))
     models: list[AuditedModel] = []
+    published_runs: dict[str, tuple[PublishedScores, PublishedRecord]] = {}
     for name, source in sources.items():
         values, embedding = load(name, source, panel)
         measured = None
         if layout is not None:
             say(f"model {name}")
             measured = measure(values, layout)
+            if published is not None:
+                say(f"model {name}, vessl-2026")
+                published_runs[name] = run_published(
+                    panel,
+                    values,
+                    published,
+                    offsets=layout.offsets,
+                    stack=source.fingerprint,
+                )
         models.append(
             AuditedModel(
                 name=name,
@@ -107,6 +121,25 @@ def run_audit(
         records = judge_all(models, measured_twins, layout, reference, warnings)
         compared = tuple(reduction_record(pair, models, layout) for pair in reductions)
         slope = slope_figures(models, layout)
+    records = tuple(
+        replace(record, published=published_runs[record.name][1])
+        if record.name in published_runs
+        else record
+        for record in records
+    )
+    compared = tuple(
+        replace(
+            pair,
+            published=published_reduction(
+                published_runs[pair.base][0],
+                published_runs[pair.trained][0],
+                stack=pair.premium.stack,
+            ),
+        )
+        if pair.base in published_runs
+        else pair
+        for pair in compared
+    )
     if mixed:
         warnings.append("Embeddings of different stacks are compared, because this was asked for.")
     return AuditResult(

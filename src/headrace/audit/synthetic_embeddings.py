@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from headrace.errors import ConfigError
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -50,6 +52,8 @@ def _date_encoding(
     network: NetworkKind, dates: NDArray[np.datetime64], rng: np.random.Generator
 ) -> Array:
     """``(T, H)`` of what a network sees of a date."""
+    if network not in {"digits", "calendar"}:
+        raise ConfigError(f"network {network!r} is neither digits nor calendar")
     if network == "calendar":
         day = np.arange(len(dates))[:, None]
         scales = np.exp(rng.uniform(np.log(10), np.log(600), _H))

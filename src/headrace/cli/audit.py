@@ -14,6 +14,9 @@ _PAIR = "May be given several times."
 
 @app.command()
 def audit(
+    recipe: Annotated[
+        Path | None, typer.Argument(help="YAML recipe instead of --panel and --embeddings.")
+    ] = None,
     *,
     panel: Annotated[
         Path | None,
@@ -68,27 +71,34 @@ def audit(
     from json import dumps
 
     from headrace.audit import AuditConfig, read_panel, to_dict, write_json
+    from headrace.audit.recipe import request_from_recipe
     from headrace.audit.request import AuditRequest, file_sources, pairs
     from headrace.errors import ConfigError
 
-    if panel is None:
-        raise ConfigError("no panel was given", remedy="give --panel PANEL.parquet")
-    request = AuditRequest(
-        panel=read_panel(panel),
-        embeddings=file_sources(embeddings or (), "--embeddings"),
-        cutoffs=pairs(cutoff or (), "--cutoff"),
-        twins=file_sources(twin or (), "--twin"),
-        reference=reference,
-        reductions=tuple(pairs(reduction or (), "--reduction").items()),
-        config=AuditConfig(
-            split_date=split_date,
-            num_shifts=shifts,
-            entity_folds=entity_folds,
-            tables=tables,
-            allow_mixed_stacks=allow_mixed_stacks,
-            seed=seed,
-        ),
-    )
+    if recipe is not None:
+        given = [panel, embeddings, cutoff, twin, reference, reduction, split_date]
+        if any(option is not None for option in given):
+            raise ConfigError("a recipe was given, and options that it would silence")
+        request = request_from_recipe(recipe)
+    elif panel is None:
+        raise ConfigError("no panel was given", remedy="give --panel PANEL.parquet or a recipe")
+    else:
+        request = AuditRequest(
+            panel=read_panel(panel),
+            embeddings=file_sources(embeddings or (), "--embeddings"),
+            cutoffs=pairs(cutoff or (), "--cutoff"),
+            twins=file_sources(twin or (), "--twin"),
+            reference=reference,
+            reductions=tuple(pairs(reduction or (), "--reduction").items()),
+            config=AuditConfig(
+                split_date=split_date,
+                num_shifts=shifts,
+                entity_folds=entity_folds,
+                tables=tables,
+                allow_mixed_stacks=allow_mixed_stacks,
+                seed=seed,
+            ),
+        )
     result = request.run(progress=lambda text: print(text, file=sys.stderr, flush=True))
     if json == "-":
         print(dumps(to_dict(result), ensure_ascii=False, allow_nan=False))

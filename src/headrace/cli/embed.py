@@ -13,7 +13,12 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def embed(
     *,
-    panel: Annotated[Path, typer.Option(help="Panel file; rows marked embedded are embedded.")],
+    panel: Annotated[
+        Path,
+        typer.Option(
+            help="Panel file, or the YAML recipe of an audit, whose embedded rows are embedded."
+        ),
+    ],
     model: Annotated[str, typer.Option(help="Hugging Face folder or name of a causal LM.")],
     out: Annotated[Path, typer.Option(help="Parquet file to write, one vector a row.")],
     template: Annotated[
@@ -48,6 +53,7 @@ def embed(
 
     from headrace.audit import read_panel
     from headrace.audit.embed import EmbedConfig, embed_panel
+    from headrace.audit.recipe import panel_from_recipe
     from headrace.audit.vector_cache import write_vectors
     from headrace.cli._embedders import plain_embedder, streaming_embedder
     from headrace.units import format_count
@@ -58,7 +64,8 @@ def embed(
         batch_size=batch_size,
         max_length=max_length,
     )
-    rows = read_panel(panel)
+    is_recipe = panel.suffix in {".yaml", ".yml"}
+    rows = panel_from_recipe(panel)[0] if is_recipe else read_panel(panel)
     if stream:
         embedder = streaming_embedder(
             model, layer=layer, device=device, dtype=dtype, untrained=untrained

@@ -1,0 +1,283 @@
+"""Protocol ``vessl-2026``: the published evaluation to the letter, for comparison.
+
+Owns the published numbers and nothing better: unscaled embedding joined to unscaled features,
+ridge alpha 1, raw target; leakage-off trained up to 2020-12-31 and tested after; leakage-on the
+mean R2 of ``GroupKFold(5)``; a percentile interval over 200 refits on entities drawn with
+replacement (seed 123). The invariant: every number equals that of scikit-learn's ``Ridge``,
+``GroupKFold`` and ``r2_score`` on the same rows. Its defects are looked for and named in
+:mod:`headrace.audit.published_defects`; no verdict rests on it.
+
+A draw repeats entities, so a refit is the same ridge with row weights: one weighted Gram matrix
+for each cell (fold x side of the split) serves the six fits of a draw, where the published code
+fits six regressions on copied rows.
+
+Shape legend: n rows, P columns (embedding and features), M targets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from scipy import linalg
+
+from headrace.errors import DataError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from headrace.audit.panel import Panel
+
+    Array = NDArray[np.float64]
+
+PROTOCOL = "vessl-2026"
+PROTOCOL_VERSION = 1  # of this transcription
+SPLIT_DATE = "2020-12-31"
+ALPHA = 1.0
+NUM_FOLDS = 5
+NUM_DRAWS = 200
+BOOTSTRAP_SEED = 123
+MIN_SIDE = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedScores:
+    """What the published evaluation prints for one embedding.
+
+    Attributes:
+        r2_off, r2_on: ``(M,)`` of each target; the first is the observed one.
+        draws: ``(num_draws, 2)`` off and on of the observed target; NaN for a failed draw.
+        num_train, num_test: rows of the leakage-off arm.
+    """
+
+    r2_off: Array
+    r2_on: Array
+    draws: Array
+    num_train: int
+    num_test: int
+
+    @property
+    def premium(self) -> float:
+        """``r2_on - r2_off``."""
+        return float(self.r2_on[0] - self.r2_off[0])
+
+    @property
+    def premium_draws(self) -> Array:
+        """Premiums of the draws that did not fail."""
+        premiums: Array = self.draws[:, 1] - self.draws[:, 0]
+        return premiums[~np.isnan(premiums)]
+
+    @property
+    def num_failed(self) -> int:
+        """Draws that the published code skips without a word."""
+        return int(np.isnan(self.draws).any(axis=1).sum())
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedRows:
+    """The rows of the published evaluation.
+
+    Attributes:
+        features: ``(n, 5)`` numeric features, unscaled.
+        targets: ``(n, M)``; column 0 is the observed one.
+        entity: ``(n,)`` groups.
+        train: ``(n,)`` rows dated up to the split.
+    """
+
+    features: Array
+    targets: Array
+    entity: NDArray[np.int64]
+    train: NDArray[np.bool_]
+
+    @classmethod
+    def of_panel(
+        cls,
+        panel: Panel,
+        *,
+        split_date: str = SPLIT_DATE,
+        offsets: NDArray[np.int64] | None = None,
+    ) -> PublishedRows:
+        """The embedded rows, with the panel's features and observed target.
+
+        With ``offsets``, further columns are the target of the same entity that many sessions
+        away (its mean where the panel has none): there nothing can leak.
+        """
+        rows = panel.embedded_rows
+        entity, session = panel.entity[rows], panel.session[rows]
+        targets = [panel.y[rows]]
+        if offsets is not None and len(offsets):
+            matrix = np.nan_to_num(panel.matrix(panel.y), nan=float(panel.y.mean()))
+            moved = (session[:, None] + offsets[None]) % panel.num_sessions
+            targets += list(matrix[entity[:, None], moved].T)
+        return cls(
+            features=panel.features[rows],
+            targets=np.column_stack(targets),
+            entity=entity.astype(np.int64),
+            train=panel.sessions[session] < np.datetime64(split_date) + np.timedelta64(1, "D"),
+        )
+
+
+def group_folds(entity: NDArray[np.int64], weight: Array) -> NDArray[np.intp]:
+    """``(n,)`` fold of each row as ``GroupKFold(5)`` deals it on rows repeated ``weight`` times.
+
+    Groups go by descending size to the lightest fold; of equal sizes the last goes first, as in
+    scikit-learn's reversed stable sort.
+
+    Raises:
+        DataError: fewer groups than folds.
+    """
+    groups, position = np.unique(entity[weight > 0], return_inverse=True)
+    if len(groups) < NUM_FOLDS:
+        raise DataError(f"{len(groups)} entities cannot be dealt to {NUM_FOLDS} folds")
+    sizes = np.bincount(position, weights=weight[weight > 0]).astype(np.intp)
+    descending = np.argsort(sizes, kind="stable")[::-1]
+    load = np.zeros(NUM_FOLDS)
+    fold_of = np.zeros(len(groups), dtype=np.intp)
+    for group in descending:
+        lightest = int(np.argmin(load))
+        load[lightest] += sizes[group]
+        fold_of[group] = lightest
+    fold = np.full(len(entity), -1, dtype=np.intp)
+    fold[weight > 0] = fold_of[position]
+    return fold
+
+
+@dataclass(frozen=True)
+class _Moments:
+    """Weighted sums of a set of rows."""
+
+    count: float
+    sum_P: Array
+    target_M: Array
+    gram_PP: Array
+    cross_PM: Array
+
+    def __add__(self, other: _Moments) -> _Moments:
+        return _Moments(
+            self.count + other.count,
+            self.sum_P + other.sum_P,
+            self.target_M + other.target_M,
+            self.gram_PP + other.gram_PP,
+            self.cross_PM + other.cross_PM,
+        )
+
+    def __sub__(self, other: _Moments) -> _Moments:
+        return _Moments(
+            self.count - other.count,
+            self.sum_P - other.sum_P,
+            self.target_M - other.target_M,
+            self.gram_PP - other.gram_PP,
+            self.cross_PM - other.cross_PM,
+        )
+
+    def ridge(self) -> tuple[Array, Array]:
+        """Coefficients ``(P, M)`` and intercepts ``(M,)``."""
+        mean, target_mean = self.sum_P / self.count, self.target_M / self.count
+        gram = self.gram_PP - self.count * np.outer(mean, mean)
+        gram[np.diag_indices_from(gram)] += ALPHA
+        cross = self.cross_PM - self.count * np.outer(mean, target_mean)
+        factor = linalg.cho_factor(gram, lower=True, overwrite_a=True, check_finite=False)
+        coefficients: Array = linalg.cho_solve(factor, cross, check_finite=False)
+        return coefficients, target_mean - mean @ coefficients
+
+
+def _moments(values: Array, targets: Array, weight: Array) -> _Moments:
+    scaled = values * np.sqrt(weight)[:, None]
+    return _Moments(
+        float(weight.sum()),
+        weight @ values,
+        weight @ targets,
+        scaled.T @ scaled,
+        values.T @ (weight[:, None] * targets),
+    )
+
+
+def _r2(targets: Array, predicted: Array, weight: Array) -> Array:
+    mean = weight @ targets / weight.sum()
+    residual = weight @ (targets - predicted) ** 2
+    total = weight @ (targets - mean) ** 2
+    # As r2_score: a constant target scores 1 if met exactly, else 0.
+    scores: Array = np.where(
+        total > 0, 1.0 - residual / np.where(total > 0, total, 1.0), (residual == 0) * 1.0
+    )
+    return scores
+
+
+def _evaluate(
+    values: Array, rows: PublishedRows, targets: Array, weight: Array
+) -> tuple[Array, Array]:
+    """``(M,)`` R2 off and on of weighted rows.
+
+    Raises:
+        DataError: fewer than 10 rows on a side of the split, or fewer groups than folds.
+    """
+    sides = [weight[rows.train].sum(), weight[~rows.train].sum()]
+    if min(sides) < MIN_SIDE:
+        raise DataError(
+            f"{int(sides[0])} rows up to the split date and {int(sides[1])} after it; protocol "
+            f"{PROTOCOL} needs {MIN_SIDE} on either side"
+        )
+    fold = group_folds(rows.entity, weight)
+    cells = [
+        [_cell(values, targets, weight, (fold == k) & side) for side in (rows.train, ~rows.train)]
+        for k in range(NUM_FOLDS)
+    ]
+    trained = _total([cell[0] for cell in cells])
+    everything = trained + _total([cell[1] for cell in cells])
+    test = ~rows.train & (weight > 0)
+    coefficients, intercept = trained.ridge()
+    off = _r2(targets[test], values[test] @ coefficients + intercept, weight[test])
+    on = np.zeros(targets.shape[1])
+    for k in range(NUM_FOLDS):
+        coefficients, intercept = (everything - cells[k][0] - cells[k][1]).ridge()
+        tested = fold == k
+        predicted = values[tested] @ coefficients + intercept
+        on += _r2(targets[tested], predicted, weight[tested]) / NUM_FOLDS
+    return off, on
+
+
+def _cell(values: Array, targets: Array, weight: Array, mask: NDArray[np.bool_]) -> _Moments:
+    return _moments(values[mask], targets[mask], weight[mask])
+
+
+def _total(parts: list[_Moments]) -> _Moments:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def evaluate_published(
+    embedding: NDArray[np.floating], rows: PublishedRows, *, num_draws: int = NUM_DRAWS
+) -> PublishedScores:
+    """Run the protocol on given embeddings.
+
+    Raises:
+        DataError: fewer than 10 rows on a side of the split, or fewer than 5 entities.
+    """
+    values = np.column_stack([np.asarray(embedding, dtype=np.float64), rows.features])
+    # Ridge with an intercept does not see a shift; centring keeps the Gram matrices accurate.
+    values -= values.mean(axis=0)
+    ones = np.ones(len(values))
+    off, on = _evaluate(values, rows, rows.targets, ones)
+    entities = np.unique(rows.entity)
+    rng = np.random.default_rng(BOOTSTRAP_SEED)
+    draws = np.full((num_draws, 2), np.nan)
+    observed = rows.targets[:, :1]
+    for draw in draws:
+        picked = rng.choice(entities, size=len(entities), replace=True)
+        times = np.bincount(np.searchsorted(entities, picked), minlength=len(entities))
+        weight = times[np.searchsorted(entities, rows.entity)].astype(np.float64)
+        try:
+            draw_off, draw_on = _evaluate(values, rows, observed, weight)
+        except DataError:
+            continue
+        draw[:] = draw_off[0], draw_on[0]
+    return PublishedScores(
+        r2_off=off,
+        r2_on=on,
+        draws=draws,
+        num_train=int(rows.train.sum()),
+        num_test=int((~rows.train).sum()),
+    )

@@ -1,0 +1,248 @@
+"""YAML recipes: a panel, models, twins and settings in one file.
+
+Owns the recipe's keys. The invariant: an unknown key is an error that names the nearest known
+one, and every file is looked for before anything is computed. Paths are relative to the current
+directory. A recipe and the command line's options give the same request.
+
+::
+
+    panel:
+      type: jpx                    # or generic: a Parquet or CSV panel
+      path: data/jpx/stock_prices.csv
+      sample: vessl-2026           # or point_in_time
+      synthetic: {num_securities: 200}   # written to path where nothing is there
+    models:
+      - {name: base, embeddings: base.parquet, cutoff: 2024-06-30}
+      - {name: planted, synthetic: {leak: 0.03}, cutoff: 2020-03-31}
+    twins:
+      - {name: twin 0, embeddings: twin0.parquet}
+    reductions: [[base, planted]]
+    published: {num_draws: 200}
+    settings: {num_shifts: 199}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import yaml
+
+from headrace.audit.config import AuditConfig, parse_date
+from headrace.audit.jpx import jpx_panel, read_jpx
+from headrace.audit.panel_files import read_panel
+from headrace.audit.published_defects import PublishedOptions
+from headrace.audit.published_jpx import PublishedFacts, published_panel
+from headrace.audit.request import AuditRequest
+from headrace.audit.sources import EmbeddingSource, source_from_file
+from headrace.audit.synthetic_embeddings import draw_embeddings
+from headrace.audit.synthetic_jpx import SyntheticJpxConfig, knowledge_of_panel, write_synthetic_jpx
+from headrace.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from headrace.audit.panel import Panel
+
+_Settings = TypeVar("_Settings")
+_TOP = ("panel", "models", "twins", "reference", "reductions", "published", "settings")
+_PANEL = ("type", "path", "sample", "num_entities", "dates_per_entity", "seed", "synthetic")
+_MODEL = ("name", "embeddings", "synthetic", "cutoff")
+_SAMPLES = ("vessl-2026", "point_in_time")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyntheticModel:
+    """An embedding drawn for the recipe's panel: knowledge of stated size, or none.
+
+    Attributes:
+        network: ``"digits"`` or ``"calendar"``.
+        dimension: of the vectors.
+        leak: share of var(y) known before the model's cutoff, in each channel.
+        skill: share known on every date.
+        seed: of the network.
+        num_twins: untrained networks that read the same prompts (in ``twins`` only).
+    """
+
+    network: str = "digits"
+    dimension: int = 64
+    leak: float = 0.0
+    skill: float = 0.0
+    seed: int = 0
+    num_twins: int = 4
+
+
+def _mapping(value: Any, where: str, known: Iterable[str]) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where} is {type(value).__name__}, not a mapping of keys")
+    names = list(known)
+    for key in value:
+        if key not in names:
+            near = difflib.get_close_matches(str(key), names, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it has: {', '.join(names)}"
+            raise ConfigError(f"{where} has no key {key!r}; {hint}")
+    return value
+
+
+def _settings(cls: type[_Settings], value: Any, where: str) -> _Settings:
+    """Build a frozen dataclass from a mapping of some of its fields."""
+    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]  # a dataclass
+    values = _mapping(value or {}, where, fields)
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+    try:
+        return cls(**values)
+    except TypeError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"no recipe at {path}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from error
+    recipe = _mapping(data, str(path), _TOP)
+    if "panel" not in recipe:
+        raise ConfigError(f"{path} has no panel")
+    return recipe
+
+
+def panel_from_recipe(path: Path) -> tuple[Panel, PublishedFacts | None]:
+    """The panel of a recipe, and what its price file says about the published choices.
+
+    Raises:
+        ConfigError: an unknown key or type, or a missing file.
+        DataError: a panel that cannot be used.
+    """
+    return _panel(_load(path)["panel"], f"{path}: panel")
+
+
+def _panel(value: Any, where: str) -> tuple[Panel, PublishedFacts | None]:
+    options = _mapping(value, where, _PANEL)
+    if "path" not in options:
+        raise ConfigError(f"{where} has no path")
+    path = Path(str(options["path"]))
+    kind = options.get("type", "generic")
+    if kind == "generic":
+        return read_panel(path), None
+    if kind != "jpx":
+        raise ConfigError(f"{where}: type {kind!r} is neither generic nor jpx")
+    if "synthetic" in options and not path.exists():
+        config = _settings(SyntheticJpxConfig, options["synthetic"], f"{where}.synthetic")
+        write_synthetic_jpx(path, config)
+    prices = read_jpx(path)
+    sample = options.get("sample", "point_in_time")
+    sizes = {
+        key: int(options[key]) for key in ("num_entities", "dates_per_entity") if key in options
+    }
+    if sample == "vessl-2026":
+        return published_panel(prices, **sizes)
+    if sample != "point_in_time":
+        raise ConfigError(f"{where}: sample {sample!r} is none of {', '.join(_SAMPLES)}")
+    if "seed" in options:
+        sizes["seed"] = int(options["seed"])
+    return jpx_panel(prices, **sizes), None
+
+
+def request_from_recipe(path: Path) -> AuditRequest:
+    """Read a recipe and everything it names.
+
+    Raises:
+        ConfigError: an unknown key, a missing file, or a model without vectors.
+        DataError: a panel that cannot be used.
+    """
+    recipe = _load(path)
+    models = recipe.get("models") or []
+    if not models:
+        raise ConfigError(f"{path} names no models")
+    for kind in ("models", "twins"):
+        for k, entry in enumerate(recipe.get(kind) or []):
+            _check_entry(entry, f"{path}: {kind}[{k}]")
+    panel, facts = _panel(recipe["panel"], f"{path}: panel")
+    embeddings: dict[str, EmbeddingSource] = {}
+    cutoffs: dict[str, str] = {}
+    for k, entry in enumerate(models):
+        name = str(entry["name"])
+        if name in embeddings:
+            raise ConfigError(f"{path}: models[{k}]: {name!r} is named twice")
+        if "cutoff" in entry:
+            cutoffs[name] = str(entry["cutoff"])
+        where = f"{path}: models[{k}].synthetic"
+        embeddings[name] = _source(entry, panel, cutoffs.get(name), where)
+    twins: dict[str, EmbeddingSource] = {}
+    for k, entry in enumerate(recipe.get("twins") or []):
+        if "synthetic" in entry:
+            drawn = _settings(SyntheticModel, entry["synthetic"], f"{path}: twins[{k}].synthetic")
+            twins |= _synthetic_twins(drawn, panel, str(entry["name"]))
+        else:
+            twins[str(entry["name"])] = source_from_file(Path(str(entry["embeddings"])))
+    published = None
+    if "published" in recipe:
+        published = _settings(PublishedOptions, recipe["published"], f"{path}: published")
+        published = dataclasses.replace(published, facts=facts)
+    return AuditRequest(
+        panel=panel,
+        embeddings=embeddings,
+        cutoffs=cutoffs,
+        twins=twins,
+        reference=recipe.get("reference"),
+        reductions=tuple((str(a), str(b)) for a, b in recipe.get("reductions") or []),
+        published=published,
+        config=_settings(AuditConfig, recipe.get("settings"), f"{path}: settings"),
+    )
+
+
+def _check_entry(entry: Any, where: str) -> None:
+    _mapping(entry, where, _MODEL)
+    if "name" not in entry:
+        raise ConfigError(f"{where} has no name")
+    if ("embeddings" in entry) == ("synthetic" in entry):
+        raise ConfigError(f"{where}: give embeddings (a file) or synthetic, one of the two")
+    if "embeddings" in entry and not Path(str(entry["embeddings"])).is_file():
+        raise ConfigError(
+            f"{where}: no file at {entry['embeddings']}",
+            remedy="make it with headrace embed --panel RECIPE.yaml --model FOLDER --out FILE",
+        )
+
+
+def _source(entry: dict[str, Any], panel: Panel, cutoff: str | None, where: str) -> EmbeddingSource:
+    if "embeddings" in entry:
+        return source_from_file(Path(str(entry["embeddings"])))
+    model = _settings(SyntheticModel, entry["synthetic"], where)
+    knowledge = []
+    channels = ("common", "entity")
+    if model.leak:
+        if cutoff is None:
+            raise ConfigError(f"{where}: a leak needs a cutoff to end at")
+        last = parse_date(cutoff, f"{where}: cutoff")
+        knowledge += knowledge_of_panel(panel, share=model.leak, channels=channels, cutoff=last)
+    if model.skill:
+        knowledge += knowledge_of_panel(panel, share=model.skill, channels=channels, cutoff=None)
+    vectors, _ = draw_embeddings(
+        panel,
+        knowledge,
+        network=model.network,  # type: ignore[arg-type]  # checked there
+        dimension=model.dimension,
+        num_twins=0,
+        seed=model.seed,
+    )
+    return EmbeddingSource(values=vectors, source=f"synthetic {model.network} network")
+
+
+def _synthetic_twins(model: SyntheticModel, panel: Panel, name: str) -> dict[str, EmbeddingSource]:
+    _, twins = draw_embeddings(
+        panel,
+        [],
+        network=model.network,  # type: ignore[arg-type]  # checked there
+        dimension=model.dimension,
+        num_twins=model.num_twins,
+        seed=model.seed,
+    )
+    return {
+        f"{name} {k}": EmbeddingSource(values=values, source=f"synthetic {model.network} network")
+        for k, values in enumerate(twins.values())
+    }
