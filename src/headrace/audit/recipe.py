@@ -36,6 +36,7 @@ from headrace.audit.jpx import jpx_panel, read_jpx
 from headrace.audit.panel_files import read_panel
 from headrace.audit.published_defects import PublishedOptions
 from headrace.audit.published_jpx import PublishedFacts, published_panel
+from headrace.audit.records import CHANNELS
 from headrace.audit.request import AuditRequest
 from headrace.audit.sources import EmbeddingSource, source_from_file
 from headrace.audit.synthetic_embeddings import draw_embeddings
@@ -136,9 +137,8 @@ def _panel(value: Any, where: str) -> tuple[Panel, PublishedFacts | None]:
         write_synthetic_jpx(path, config)
     prices = read_jpx(path)
     sample = options.get("sample", "point_in_time")
-    sizes = {
-        key: int(options[key]) for key in ("num_entities", "dates_per_entity") if key in options
-    }
+    given = ("num_entities", "dates_per_entity")
+    sizes: dict[str, Any] = {key: int(options[key]) for key in given if key in options}
     if sample == "vessl-2026":
         return published_panel(prices, **sizes)
     if sample != "point_in_time":
@@ -214,14 +214,13 @@ def _source(entry: dict[str, Any], panel: Panel, cutoff: str | None, where: str)
         return source_from_file(Path(str(entry["embeddings"])))
     model = _settings(SyntheticModel, entry["synthetic"], where)
     knowledge = []
-    channels = ("common", "entity")
     if model.leak:
         if cutoff is None:
             raise ConfigError(f"{where}: a leak needs a cutoff to end at")
         last = parse_date(cutoff, f"{where}: cutoff")
-        knowledge += knowledge_of_panel(panel, share=model.leak, channels=channels, cutoff=last)
+        knowledge += knowledge_of_panel(panel, share=model.leak, channels=CHANNELS, cutoff=last)
     if model.skill:
-        knowledge += knowledge_of_panel(panel, share=model.skill, channels=channels, cutoff=None)
+        knowledge += knowledge_of_panel(panel, share=model.skill, channels=CHANNELS, cutoff=None)
     vectors, _ = draw_embeddings(
         panel,
         knowledge,

@@ -117,7 +117,7 @@ def judge(evidence: Evidence) -> Judgement:
         reasons = tuple(f"{channel} channel: {why}" for channel, why in evidence.untested.items())
         return Judgement(verdict="too_little_data", summary=reasons, cautions=tuple(cautions))
     seen = ", ".join(
-        f"{share:.3f} in the {channel} channel"
+        f"{share:.2g} in the {channel} channel"
         for channel, share in evidence.skill_detectable.items()
     )
     return Judgement(
@@ -127,7 +127,7 @@ def judge(evidence: Evidence) -> Judgement:
                 "The embedding predicts nothing that could be told from chance "
                 f"({evidence.skill_test})."
             ),
-            f"A skill worth this share of the target's variance would have been seen: {seen}.",
+            f"Predictions of this share of the target's variance would have been seen: {seen}.",
         ),
         cautions=tuple(cautions),
     )
@@ -194,7 +194,7 @@ def _skill(evidence: Evidence, skilled: tuple[Channel, ...], cautions: list[str]
     ]
     if evidence.contrast_p:
         seen = ", ".join(
-            f"{evidence.contrast_detectable[channel]:.3f} ({channel})"
+            f"{evidence.contrast_detectable[channel]:.2g} ({channel})"
             for channel in evidence.contrast_p
         )
         sentences.append(
