@@ -49,8 +49,9 @@ def quickstart(
     from rich.console import Console
 
     from headrace.errors import ConfigError
+    from headrace.quickstart.panel import PanelConfig
     from headrace.quickstart.run import quickstart as run
-    from headrace.quickstart.settings import QuickstartConfig
+    from headrace.quickstart.settings import LIGHT_PANEL, LIGHT_TWINS, QuickstartConfig
     from headrace.units import format_bytes, format_duration
 
     if model_cutoff is not None and model is None:
@@ -63,6 +64,8 @@ def quickstart(
             model_cutoff=None if model_cutoff is None else model_cutoff.date(),
             steps=steps,
             seed=seed,
+            panel=PanelConfig() if model is None else LIGHT_PANEL,
+            num_twins=5 if model is None else LIGHT_TWINS,
         ),
         console,
     )

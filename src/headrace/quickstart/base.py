@@ -67,6 +67,7 @@ def _gguf_file(model: Path) -> Path:
 
 def _convert(gguf: Path, out: Path) -> None:
     from transformers import AutoConfig, AutoTokenizer  # noqa: PLC0415 (seconds)
+    from transformers.utils import logging  # noqa: PLC0415 (as above)
 
     from headrace.models.spec import ModelSpec  # noqa: PLC0415 (loads torch)
     from headrace.store.checkpoint import export_pretrained  # noqa: PLC0415 (as above)
@@ -80,8 +81,12 @@ def _convert(gguf: Path, out: Path) -> None:
     spec = ModelSpec(AutoConfig.from_pretrained(**source), trainable=lambda _: False)
     tokenizer = AutoTokenizer.from_pretrained(**source)
     state = ModelState.allocate(spec, "bfloat16", device="cpu")
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
     try:
         load_pretrained(spec, state, gguf)
         export_pretrained(spec, state, out, tokenizer=tokenizer)
     finally:
         state.close()
+        if bars:
+            logging.enable_progress_bar()

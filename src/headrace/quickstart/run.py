@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from headrace.audit import Panel
     from headrace.quickstart.settings import QuickstartConfig
 
-PANEL_NAME = "S&P 500, 20 stocks"
-
 
 @dataclass(frozen=True, kw_only=True)
 class QuickstartResult:
@@ -209,7 +207,7 @@ class _Run:
         trained = tuple(f"train-{name}" for name in config.trained_names)
         ledger.step(
             "panel",
-            "Price panel: daily returns of 20 stocks",
+            f"Price panel: daily returns of {config.panel.num_entities} stocks",
             lambda _: self._panel(),
             settings=config.panel_key() | {"sha256": self._closes.sha256},
         )
@@ -244,7 +242,9 @@ class _Run:
             f"Closes from {sources.PRICE_DISTRIBUTION} {self._closes.version} "
             f"({sources.PRICE_LICENCE}), SHA-256 {self._closes.sha256[:16]}."
         )
-        panel = read_panel(self.folder / "panel.parquet", name=PANEL_NAME)
+        panel = read_panel(
+            self.folder / "panel.parquet", name=f"S&P 500, {self._config.panel.num_entities} stocks"
+        )
         return dataclasses.replace(panel, notes=(*sources.PRICE_CAVEATS, origin))
 
     def _networks(self) -> list[Network]:

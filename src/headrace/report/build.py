@@ -146,23 +146,26 @@ def _subtitle(found: Records) -> str:
 
 
 def _front(found: Records, quantities: Mapping[str, Quantity], num_failed: int) -> list[Block]:
+    blocks: list[Block] = []
+    if num_failed:
+        checks = plural(num_failed, "check")
+        words = f"{checks} failed: see the section “Checks that failed”."
+        blocks.append(Note(kind="warning", text=words))
     if found.audit is None:
-        return [
+        blocks.append(
             Note(
                 kind="missing",
                 text="No audit was given: this report shows what was trained and says nothing "
                 "about what the models know of the future.",
             )
-        ]
-    blocks: list[Block] = [
+        )
+        return blocks
+    at_panel = found.audit.child("panel").texts("notes")
+    blocks += [
         Note(kind="warning", text=text)
         for text in found.audit.texts("warnings")
-        if text not in found.audit.child("panel").texts("notes")  # those stand with the panel
+        if text not in at_panel
     ]
-    if num_failed:
-        verb = "check" if num_failed == 1 else "checks"
-        words = f"{num_failed} {verb} failed; they are listed under “Checks that failed”."
-        blocks.insert(0, Note(kind="warning", text=words))
     if any(item.null for item in quantities.values()):
         blocks.append(
             Paragraph(

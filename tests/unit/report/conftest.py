@@ -242,3 +242,40 @@ def make_run():
 @pytest.fixture
 def run_folder(tmp_path: Path) -> Path:
     return write_run(tmp_path / "runs" / "cutoff-2006")
+
+
+def write_manifest(folder: Path, *, cutoff="2006-12-31", months=None, **changes) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    months = {"2005-01": 4, "2006-12": 2} if months is None else months
+    check = {
+        "name": "future_mentions", "status": "passed", "value": 0.004292, "limit": 0.02,
+        "action": "warn", "message": "1 of 6 documents speak of later years", "counts": {},
+        "examples": [{"doc_id": "a", "kind": "year", "snippet": "in 2100 <b>"}],
+    }  # fmt: skip
+    data = {
+        "format": "headrace-corpus", "version": 1, "headrace_version": "0.1.0",
+        "cutoff": f"{cutoff}T23:59:59.999999Z", "cutoff_given": cutoff, "content_sha256": "c" * 64,
+        "counts": {
+            "records": 9, "documents": sum(months.values()), "tokens": 12345, "characters": 67890,
+            "after_cutoff": 3, "bad": 0, "exact_duplicates": 1, "near_duplicates": 0,
+            "not_sampled": 0, "upper_bound": 0, "filtered": {},
+        },
+        "sources": [
+            {"name": "news", "records": 9, "available_at": "published_at", "license": "MIT"}
+        ],
+        "histogram": [
+            {"source": "news", "month": month, "documents": n} for month, n in months.items()
+        ],
+        "checks": [check, {**check, "name": "token_budget", "status": "noted", "limit": None,
+                           "value": 0.0, "examples": []}],
+        "tokenizer": {"origin": "BPE trained on 6 documents", "vocab_size": 4096},
+        **changes,
+    }  # fmt: skip
+    (folder / "manifest.json").write_text(json.dumps(data))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def make_manifest():
+    """Writes a corpus folder's manifest."""
+    return write_manifest
