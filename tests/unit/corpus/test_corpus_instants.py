@@ -1,5 +1,7 @@
 """Instants are never read too early, and nothing but an InstantError comes of a bad one."""
 
+# ruff: noqa: DTZ001, PT017 - wall-clock times, and errors that need not come
+
 from __future__ import annotations
 
 from datetime import UTC, date, datetime, timedelta
@@ -65,7 +67,9 @@ def test_coarser_values_are_never_earlier(day: date, zone) -> None:
     assert year.earliest_us <= month.latest_us
 
 
-@given(st.text(max_size=40) | st.from_regex(r"[0-9]{1,4}[-/. ][0-9a-zA-Z:+ -]{0,24}", fullmatch=True))
+@given(
+    st.text(max_size=40) | st.from_regex(r"[0-9]{1,4}[-/. ][0-9a-zA-Z:+ -]{0,24}", fullmatch=True)
+)
 def test_any_text_is_an_instant_or_an_instant_error(text: str) -> None:
     try:
         parse_instant(text, UTC)

@@ -80,14 +80,19 @@ _CUE_BEFORE = re.compile(
     r"[ \n-]$|\b[fc]y$|(?<!\d)\d{4}[-\u2013]$",
     re.IGNORECASE,
 )
-_OUTLOOK = re.compile(
-    r"\b(?:by|until|till|through|will|shall|would|could|should|may|might|must|expect\w*|expir\w*"
-    r"|matur\w*|due|plan\w*|forecast\w*|project\w*|goals?|targets?|next|future|budget\w*"
-    r"|propos\w*|estimat\w*|anticipat\w*|schedul\w*|deadline|horizon|over the|coming|upcoming"
-    r"|no later than|ending|ends?|beginning|starting|hopes?|aims?|intend\w*|deliver\w*|bonds?"
-    r"|notes? due|term|outlook|vision)\b",
+# Talk of what will be: words that bind to the year itself, and words of its sentence.
+_OUTLOOK_BEFORE = re.compile(
+    r"\b(?:by|until|till|through|before)(?: the)?(?: end of| year| fiscal year| fiscal)?[ \n]$",
     re.IGNORECASE,
 )
+_OUTLOOK_NEAR = re.compile(
+    r"\b(?:will|shall|would|expect\w*|expir\w*|matur\w*|due (?:in|on|by)|plan(?:s|ned|ning)?"
+    r"|forecast\w*|project(?:ed|ions?)|goals?|targets?|future|budget\w*|propos\w*|estimated to"
+    r"|anticipat\w*|schedul\w*|deadline|horizon|upcoming|coming years?|next|no later than"
+    r"|beginning|starting|hopes? to|aims? to|intend\w*|outlook)\b",
+    re.IGNORECASE,
+)
+_SENTENCE = re.compile(r"[.!?][\"')\]]?\s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,11 +213,20 @@ class MentionFinder:
                 line_end = following if 0 <= following <= start + _SHORT_LINE else end
             if on_furniture:
                 setting = FURNITURE
-            elif _OUTLOOK.search(text, max(0, start - 80), min(len(text), end + 60)):
+            elif _is_outlook(text, start, end):
                 setting = OUTLOOK
             else:
                 setting = BODY
             yield Mention(day, kind, setting, start)
+
+
+def _is_outlook(text: str, start: int, end: int) -> bool:
+    """Whether the year at ``start`` is spoken of as still to come, in its own sentence."""
+    before, after = text[max(0, start - 80) : start], text[end : end + 60]
+    if _OUTLOOK_BEFORE.search(before) is not None:
+        return True
+    sentence = _SENTENCE.split(before)[-1] + "0" + _SENTENCE.split(after)[0]
+    return _OUTLOOK_NEAR.search(sentence) is not None
 
 
 def _judge_year(text: str, start: int, end: int) -> tuple[int, int] | None:

@@ -8,10 +8,8 @@ from __future__ import annotations
 import html
 import re
 
-_DROPPED = re.compile(
-    r"<!--.*?-->|<(script|style|noscript|template|head|svg|ix:header)\b.*?</\1\s*>",
-    re.DOTALL | re.IGNORECASE,
-)
+_HIDDEN = ("script", "style", "noscript", "template", "head", "svg", "ix:header")
+_OPENED = re.compile(rf"<!--|<({'|'.join(_HIDDEN)})\b", re.IGNORECASE)
 _BLOCK = re.compile(
     r"</?(?:p|div|br|li|ul|ol|tr|table|h[1-6]|section|article|header|footer|nav|blockquote|hr|pre|dd|dt)\b[^>]*>",
     re.IGNORECASE,
@@ -37,7 +35,31 @@ def html_title(page: str) -> str:
 
 def html_text(page: str) -> str:
     """The visible text, one block a line."""
-    text = _DROPPED.sub(" ", page.replace("\n", " "))
+    text = _without_hidden(page.replace("\n", " "))
     text = _CELL.sub(" ", _BLOCK.sub("\n", text))
     text = html.unescape(_TAG.sub("", text))
     return _LINES.sub("\n", _SPACES.sub(" ", text)).strip()
+
+
+def _without_hidden(page: str) -> str:
+    """The page without comments and hidden elements; one that is not closed ends the page.
+
+    One walk from left to right: a page of a million open tags takes no longer than another.
+    """
+    lowered = page.lower() if page.isascii() else page
+    kept: list[str] = []
+    start = 0
+    while (opened := _OPENED.search(page, start)) is not None:
+        kept.append(page[start : opened.start()])
+        closing = "-->" if opened[1] is None else f"</{opened[1].lower()}"
+        end = lowered.find(closing, opened.end())
+        if end < 0 and opened[1] is not None:
+            end = page.find(f"</{opened[1]}", opened.end())
+        if end < 0:
+            return " ".join(kept)
+        end = page.find(">", end) + 1
+        if end == 0:
+            return " ".join(kept)
+        start = end
+    kept.append(page[start:])
+    return " ".join(kept)
