@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import shutil
+from contextlib import contextmanager
 from datetime import UTC, date, datetime
 from os import getpid
 from pathlib import Path
@@ -26,7 +27,7 @@ from headrace.corpus.files import remove_temporaries, sole_user
 from headrace.corpus.instants import DAY_US, end_of_day, format_instant
 from headrace.corpus.jobs import UnitJob, prepare, run_unit
 from headrace.corpus.plan import Plan, make_plan
-from headrace.corpus.pool import Workers, default_num_workers, workers
+from headrace.corpus.pool import Pool, default_num_workers, workers
 from headrace.corpus.progress import Progress, ProgressCallback
 from headrace.corpus.publish import check_output, write_failure
 from headrace.corpus.rejections import (
@@ -39,12 +40,12 @@ from headrace.corpus.rejections import (
 )
 from headrace.corpus.unit_files import read_index
 from headrace.corpus.vintages import Findings, ShardMaker, publish_vintages
-from headrace.errors import CapacityError, DataError
+from headrace.errors import CapacityError, ConfigError, DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
-    from headrace.corpus.config import CorpusConfig
+    from headrace.corpus.config import CorpusConfig, Executor
     from headrace.corpus.manifest import Manifest
 
 _WORKER_BYTES = 24 << 20  # less input than this a process is not worth starting one
@@ -87,6 +88,23 @@ def build_corpus(
         raise
 
 
+def _cluster(executor: Executor, values: dict[str, Any], work: Path) -> Pool:
+    try:
+        from headrace.corpus.blocks import DatatroveWorkers  # noqa: PLC0415 - optional package
+    except ImportError as error:
+        raise ConfigError(
+            f"executor {executor.type} needs the package datatrove: {error}",
+            remedy="pip install 'headrace[scale]'",
+        ) from error
+    return DatatroveWorkers(
+        values,
+        kind=executor.type,
+        tasks=executor.tasks,
+        options=executor.options,
+        logging_dir=work / "logs",
+    )
+
+
 class _Build:
     """One build; the steps in order."""
 
@@ -107,12 +125,7 @@ class _Build:
         self._now_us = end_of_day(today or datetime.now(UTC).date(), UTC) + DAY_US
 
     def run(self) -> Manifest:
-        num_bytes = sum(unit.num_bytes for unit in self._plan.units)
-        num_workers = self._config.num_workers or min(
-            default_num_workers(), max(1, num_bytes // _WORKER_BYTES)
-        )
-        values = self._config.model_dump(mode="json")
-        with workers(num_workers, prepare, values, getpid()) as pool:
+        with self._pool() as pool:
             self._pass_units(pool)
             findings = self._find()
             maker = ShardMaker(self._config, self._plan, findings, pool, self._progress)
@@ -126,7 +139,21 @@ class _Build:
         self._plan.remove_unused()
         return manifest
 
-    def _pass_units(self, pool: Workers) -> None:
+    @contextmanager
+    def _pool(self) -> Iterator[Pool]:
+        values = self._config.model_dump(mode="json")
+        executor = self._config.executor
+        if executor is not None:
+            yield _cluster(executor, values, self._config.work_path)
+            return
+        num_bytes = sum(unit.num_bytes for unit in self._plan.units)
+        num_workers = self._config.num_workers or min(
+            default_num_workers(), max(1, num_bytes // _WORKER_BYTES)
+        )
+        with workers(num_workers, prepare, values, getpid()) as pool:
+            yield pool
+
+    def _pass_units(self, pool: Pool) -> None:
         total = sum(unit.num_bytes for unit in self._plan.units)
         done = 0
         jobs = (

@@ -129,6 +129,14 @@ class Sampling(Settings):
         return value if value is None else parse_count(cast("str", value))
 
 
+class Executor(Settings):
+    """Run the build's jobs as tasks of a datatrove executor, over a shared file system."""
+
+    type: Literal["local", "slurm", "ray"]
+    tasks: int = Field(ge=1)
+    options: Mapping[str, Any] = Field(default_factory=dict)  # partition, time, workers, …
+
+
 class TokenizerSettings(Settings):
     """A tokenizer folder or ``tokenizer.json``, or one trained on this corpus."""
 
@@ -170,6 +178,7 @@ class CorpusConfig(Settings):
     not_after: date | None = None
     num_workers: int | None = Field(default=None, ge=1)
     shard_bytes: int = 256 * 2**20
+    executor: Executor | None = None
 
     @field_validator("max_document_bytes", "shard_bytes", mode="before")
     @classmethod

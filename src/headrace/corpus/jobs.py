@@ -56,10 +56,15 @@ class _State:
 _STATE = _State()
 
 
-def prepare(values: dict[str, Any], parent: int) -> None:
-    """Called once in every worker, and in this process when there is only one."""
+def prepare(values: dict[str, Any], parent: int | None = None) -> None:
+    """Called once in every worker, and in this process when there is only one.
+
+    Args:
+        values: the configuration.
+        parent: the process that this one must not outlive, if it is a worker of a pool.
+    """
     single_threaded()
-    if os.getpid() != parent:
+    if parent is not None and os.getpid() != parent:
         # A worker that outlives a killed parent would write beside the next run.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:

@@ -12,7 +12,7 @@ from collections import deque
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from headrace.errors import CapacityError
 
@@ -20,6 +20,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 _Job = TypeVar("_Job")
+
+
+class Pool(Protocol):
+    """Runs jobs somewhere; :class:`Workers` here, a cluster in :mod:`headrace.corpus.blocks`."""
+
+    def each(self, function: Callable[[_Job], Any], jobs: Iterable[_Job]) -> Iterator[_Job]:
+        """Run ``function`` on every job and hand each job back when it is done, in order."""
+        ...
 
 
 class Workers:

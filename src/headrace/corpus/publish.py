@@ -103,7 +103,7 @@ def write_inputs(path: Path, files: Mapping[str, Sequence[InputFile]]) -> None:
 def settings_json(config: CorpusConfig) -> dict[str, Any]:
     """The configuration as resolved, without what does not change the corpus."""
     values = config.model_dump(mode="json")
-    for key in ("output_dir", "work_dir", "num_workers"):
+    for key in ("output_dir", "work_dir", "num_workers", "executor"):
         del values[key]
     return values
 

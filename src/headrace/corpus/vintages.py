@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from headrace.corpus.config import CorpusConfig
     from headrace.corpus.duplicates import DuplicateSearch, IndexedUnit
     from headrace.corpus.manifest import Manifest
-    from headrace.corpus.pool import Workers
+    from headrace.corpus.pool import Pool
     from headrace.corpus.rejections import DocumentNames, Rejections, SourceTally
     from headrace.corpus.tokenizer import TokenizerInfo
 
@@ -67,7 +67,7 @@ class ShardMaker:
         config: CorpusConfig,
         plan: Plan,
         findings: Findings,
-        pool: Workers,
+        pool: Pool,
         progress: ProgressCallback,
     ) -> None:
         """Nothing is done yet."""

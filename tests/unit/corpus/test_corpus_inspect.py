@@ -124,7 +124,7 @@ class _Tags(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         assert tag not in {"script", "link", "img", "iframe"}
         assert not any(name == "src" for name, _ in attrs)
-        if tag not in {"meta", "br", "rect", "line"}:
+        if tag not in {"meta", "br"}:
             self.open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
