@@ -27,8 +27,11 @@ from headrace.corpus.fingerprints import FINGERPRINT_VERSION
 from headrace.corpus.rejections import read_stats
 from headrace.corpus.selection import SELECTION_VERSION
 from headrace.corpus.shards import SHARD_VERSION, ShardJob, ShardPart
-from headrace.corpus.source_config import FolderSource, SourceSettings
+from headrace.corpus.source_config import FolderSource, HfDatasetSource, SourceSettings
 from headrace.corpus.sources import READER_VERSION, split_file
+from headrace.corpus.sources.context import ReadContext
+from headrace.corpus.sources.rows import wanted_fields
+from headrace.corpus.sources.spool import spool
 from headrace.corpus.sources.units import (
     FileHashes,
     InputFile,
@@ -199,7 +202,7 @@ def make_plan(config: CorpusConfig, work: Path) -> Plan:
     _check_tokenizer(config)
     entities_file = config.checks.future_mentions.entities_file
     entities = load_entities(Path(entities_file) if entities_file else None)
-    listed = {source.name: list_files(source) for source in config.sources}
+    listed = {source.name: _list_inputs(config, source, work) for source in config.sources}
     hashes = FileHashes(work / "files.json")
     files: dict[str, list[InputFile]] = {}
     units: list[Unit] = []
@@ -232,6 +235,16 @@ def make_plan(config: CorpusConfig, work: Path) -> Plan:
             places.append(work / "units" / unit_key(settings_key, unit))
     hashes.save()
     return Plan(config=config, work=work, files=files, units=units, places=places, used=set(places))
+
+
+def _list_inputs(
+    config: CorpusConfig, source: SourceSettings, work: Path
+) -> list[tuple[str, Path]]:
+    if not isinstance(source, HfDatasetSource) or source.dataset is None:
+        return list_files(source)
+    context = ReadContext.for_rule(rule_for(config, source), config.max_document_bytes)
+    folder = spool(source, wanted_fields(source, context), work / "spool")
+    return [(path.name, path) for path in sorted(folder.glob("part-*.parquet"))]
 
 
 def source_splitter(source: SourceSettings) -> Any:

@@ -180,7 +180,7 @@ class HfDatasetSource(RowSource):
     @model_validator(mode="after")
     def _has_path(self) -> HfDatasetSource:
         if bool(self.path) == (self.dataset is not None):
-            raise ValueError("give either path (a saved dataset) or dataset (streamed)")
+            raise ValueError("give either path (a saved data set) or dataset (streamed)")
         return self
 
 

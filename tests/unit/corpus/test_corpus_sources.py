@@ -20,6 +20,7 @@ from headrace.corpus.sources import read_part, split_file
 from headrace.corpus.sources.context import ReadContext
 from headrace.corpus.sources.folder import date_from_path
 from headrace.corpus.sources.rows import dump_end
+from headrace.corpus.sources.spool import spool
 from headrace.corpus.sources.units import (
     InputFile,
     Part,
@@ -436,3 +437,48 @@ def test_a_file_added_to_a_folder_moves_few_units(tmp_path: Path) -> None:
     before, after = keys(names), keys([*names, "file-0200-new"])
     assert len(before) > 10
     assert len(before - after) <= 3
+
+
+@pytest.fixture
+def streamed(tmp_path: Path) -> Any:
+    """A source that the datasets package streams from a local file."""
+    pytest.importorskip("datasets")
+    rows = [{"text": f"row {i}", "available_at": "2016-01-01", "n": i} for i in range(25)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    values = {
+        "output_dir": "x", "cutoff": "2016",
+        "sources": [{"name": "s", "type": "hf_dataset", "dataset": "json",
+                     "data_files": str(tmp_path / "rows.jsonl"), "max_records": 23}],
+    }  # fmt: skip
+    return config_from(values).sources[0]
+
+
+# The packages' own leavings at exit (temporary folders, unclosed files) are theirs.
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_streamed_data_set_is_kept_and_a_killed_download_goes_on(
+    streamed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.corpus.sources.spool.PIECE_RECORDS", 10)
+    fields = ("text", "available_at")
+
+    class KilledError(Exception):
+        pass
+
+    def kill(num_records: int) -> None:
+        if num_records == 10:
+            raise KilledError
+
+    with pytest.raises(KilledError):
+        spool(streamed, fields, tmp_path / "spool", kill)
+    folder = spool(streamed, fields, tmp_path / "spool")
+    names = [path.name for path in sorted(folder.glob("*.parquet"))]
+    assert names == [f"part-{i:06d}.parquet" for i in range(3)]
+    table = pq.read_table(folder)
+    assert table.column_names == ["text", "available_at"]
+    assert table.column("text").to_pylist() == [f"row {i}" for i in range(23)]
+    # Kept: the file can go.
+    (tmp_path / "rows.jsonl").unlink()
+    assert spool(streamed, fields, tmp_path / "spool") == folder
+    with pytest.raises((ConfigError, DataError)):
+        spool(streamed, ("text",), tmp_path / "spool")

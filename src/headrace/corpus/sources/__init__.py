@@ -42,7 +42,6 @@ _Reader = Callable[[Any, Part, ReadContext], Iterator[RawDocument | Rejection]]
 _READERS: dict[type[BaseSource], _Reader] = {
     JsonlSource: read_jsonl,
     ParquetSource: read_parquet,
-    HfDatasetSource: read_arrow,
     WarcSource: read_warc,
     EdgarSource: read_edgar,
     MailSource: read_mail,
@@ -59,6 +58,8 @@ def _is_parquet(file: InputFile) -> bool:
 def _reader_of(source: BaseSource, file: InputFile) -> _Reader:
     if isinstance(source, (FineWebSource, CcNewsSource)):
         return read_parquet if _is_parquet(file) else read_jsonl
+    if isinstance(source, HfDatasetSource):
+        return read_parquet if _is_parquet(file) else read_arrow
     return _READERS[type(source)]
 
 
@@ -86,7 +87,9 @@ def split_file(source: BaseSource, file: InputFile) -> list[tuple[int, int, int]
     """Ranges of one file that can be read on their own."""
     if file.num_bytes == 0:
         return [(0, -1, 0)]
-    if isinstance(source, ParquetSource):
+    if isinstance(source, ParquetSource) or (
+        isinstance(source, HfDatasetSource) and _is_parquet(file)
+    ):
         return list(split_parquet(file))
     if isinstance(source, (FineWebSource, CcNewsSource)):
         return list(split_parquet(file) if _is_parquet(file) else split_jsonl(file))
