@@ -96,8 +96,11 @@ def returned_gradients(engine):
     """The gradients of the last step as they came back to the host, float32, by name."""
     engine.updater.gradient_norm()  # waits for them
     return {
-        param.name: pending[param.slice].float().view(param.shape).clone()
-        for pending, layout in zip(engine.updater._pending, engine.state.layouts, strict=True)
+        param.name: engine.updater.returned_gradient(unit)[param.slice]
+        .float()
+        .view(param.shape)
+        .clone()
+        for unit, layout in enumerate(engine.state.layouts)
         for param in layout.params
         if param.trainable
     }

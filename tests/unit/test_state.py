@@ -67,13 +67,11 @@ def test_kernel_views_share_the_planes(state):
     (unit,) = state.units
     unit.exp_avg.fill_(3.0)
     unit.exp_avg_sq.fill_(4.0)
-    assert (unit.exp_avg_array == 3).all()
-    assert (unit.exp_avg_sq_array == 4).all()
+    assert (unit.arrays.exp_avg == 3).all()
+    assert (unit.arrays.exp_avg_sq == 4).all()
     unit.weights.fill_(1.0)
-    if unit.weight_bits is not None:
-        assert (unit.weight_bits == 0x3F80).all()
-    else:
-        assert (unit.weight_array == 1).all()
+    one = 1 if unit.remainder is None else 0x3F80
+    assert (unit.arrays.master[0] == one).all()
 
 
 @given(

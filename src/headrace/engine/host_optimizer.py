@@ -135,33 +135,34 @@ class HostOptimizer:
         settings: UpdateSettings,
         **scales: float,
     ) -> bool:
-        planes = self._state.units[chunk.unit]
+        planes = self._state.units[chunk.unit].arrays
+        assert planes is not None, "a unit on the device was given to the host"
         elements = slice(chunk.start, chunk.stop)
-        learning_rate_scale, decay = self._group_settings(chunk.group)
-        weights: list[NDArray[Any]]
-        if planes.weight_array is not None:
-            weights = [planes.weight_array[elements]]
-        else:
-            assert planes.weight_bits is not None
-            assert planes.remainder_array is not None
-            weights = [planes.weight_bits[elements], planes.remainder_array[elements]]
+        factors = self.factors(chunk, settings)
         applied: bool = kernel(
-            *weights,
-            planes.exp_avg_array[elements],
-            planes.exp_avg_sq_array[elements],
+            *(plane[elements] for plane in planes.master),
+            planes.exp_avg[elements],
+            planes.exp_avg_sq[elements],
             gradient[elements],
-            step=settings.step,
-            learning_rate=settings.learning_rate * learning_rate_scale,
-            beta1=self._optimizer.beta1,
-            beta2=self._optimizer.beta2,
-            eps=self._optimizer.eps,
-            weight_decay=decay,
+            **factors,
             pool=self._pool,
             headroom=self._headroom[chunk],
             largest_grad=settings.largest_gradient,
             **scales,
         )
         return applied
+
+    def factors(self, chunk: Chunk, settings: UpdateSettings) -> dict[str, Any]:
+        """What AdamW takes for a chunk besides arrays and scales: its group's settings."""
+        learning_rate_scale, decay = self._group_settings(chunk.group)
+        return {
+            "step": settings.step,
+            "learning_rate": settings.learning_rate * learning_rate_scale,
+            "beta1": self._optimizer.beta1,
+            "beta2": self._optimizer.beta2,
+            "eps": self._optimizer.eps,
+            "weight_decay": decay,
+        }
 
     def _group_of(self, param: ParamSpec) -> int:
         matrix = len(param.shape) >= 2

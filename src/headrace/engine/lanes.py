@@ -44,6 +44,11 @@ class Mark:
         if self.event is not None:
             self.event.wait()
 
+    def synchronize(self) -> None:
+        """Block the host until the point is reached."""
+        if self.event is not None:
+            self.event.synchronize()
+
 
 class Ticket:
     """Completion of a lane job."""

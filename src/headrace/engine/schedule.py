@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 Phase = Literal["forward", "backward"]
 
@@ -54,6 +54,7 @@ def plan_uses(
     *,
     backward: bool = True,
     reuse: bool = True,
+    resident: Mapping[int, int] | None = None,
 ) -> list[Use]:
     """Plan the uses of all layers in one step.
 
@@ -63,7 +64,9 @@ def plan_uses(
         num_slots: windows on the device.
         backward: follow each forward pass by a backward pass in reverse order.
         reuse: take a layer that is still in a slot as it is; False sends it every time.
+        resident: layers that are never sent, and the slots (beyond ``num_slots``) they are in.
     """
+    resident = resident or {}
     order: list[tuple[int, int, Phase]] = []
     for wave in range(num_waves):
         order += [(layer, wave, "forward") for layer in range(num_layers)]
@@ -75,6 +78,18 @@ def plan_uses(
     due: dict[int, int] = {}  # slot -> index of the next use of what it holds
     plan: list[Use] = []
     for index, (layer, wave, phase) in enumerate(order):
+        if layer in resident:
+            plan.append(
+                Use(
+                    layer=layer,
+                    wave=wave,
+                    phase=phase,
+                    slot=resident[layer],
+                    fetch=False,
+                    fetch_after=-1,
+                )
+            )
+            continue
         slot = next((s for s, held_layer in held.items() if held_layer == layer), None)
         fetch = slot is None or not reuse
         if slot is None or not reuse:

@@ -22,7 +22,7 @@ class Slot:
 
     Attributes:
         flat: ``(size,)`` in the compute dtype.
-        ready: the transfer that filled it.
+        ready: the transfer that filled it; None for a slot that is never filled.
         free: the point after its last reader.
     """
 
@@ -31,6 +31,13 @@ class Slot:
         self.ready: Ticket | None = None
         self.free: Mark | None = None
         self._leaves: dict[int, dict[str, torch.Tensor]] = {}
+
+    @classmethod
+    def over(cls, flat: torch.Tensor) -> Slot:
+        """A slot that is the unit's own working weights, always filled."""
+        slot = cls(0, flat.dtype, flat.device)
+        slot.flat = flat
+        return slot
 
     def parameters(self, layout: UnitLayout) -> dict[str, torch.Tensor]:
         """The unit's parameters by local name: leaves that alias the slot.

@@ -100,7 +100,12 @@ class Engine:
         self.spec = spec
         self.state = state
         self.device = _indexed(torch.device(device))
-        self.config = config or EngineConfig()
+        self.config = config or EngineConfig(device_units=state.device_units)
+        if self.config.device_units != state.device_units:
+            raise ConfigError(
+                f"engine.device_units is {self.config.device_units}, but the state was allocated "
+                f"with {state.device_units} units on the device"
+            )
         # On the CPU a bf16 model computes in fp32, upcast as it enters the slot: bf16 matmuls are
         # 10x slower on processors without bf16 units.
         cuda = self.device.type == "cuda"
@@ -360,13 +365,15 @@ class Engine:
         hidden: list[torch.Tensor],
         arguments: list[list[LayerArguments]],
     ) -> list[list[LayerRecord]]:
-        keep = self.config.activations == "keep"
+        keep_from = self.config.recompute_layers
+        if self.config.activations == "recompute":
+            keep_from = self.spec.num_layers
         records: list[list[LayerRecord]] = []
         for use, slot in walk.layers(self.spec.num_layers):
             row = []
             for m in range(len(hidden)):
                 hidden[m], record = self._passes.layer_forward(
-                    use.layer, slot, hidden[m], arguments[m][use.layer], keep=keep
+                    use.layer, slot, hidden[m], arguments[m][use.layer], keep=use.layer >= keep_from
                 )
                 row.append(record)
             records.append(row)

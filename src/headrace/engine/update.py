@@ -20,6 +20,7 @@ import torch
 
 from headrace import kernels
 from headrace.engine.clipping import ChunkGate
+from headrace.engine.device_optimizer import DeviceOptimizer
 from headrace.engine.host_optimizer import Chunk, HostOptimizer, UpdateSettings
 from headrace.engine.lanes import Lane, Mark, Ticket
 from headrace.errors import NumericsError
@@ -70,7 +71,10 @@ class Updater:
             num_threads=config.update_threads or kernels.num_usable_cores(),
             chunk_elements=blocks * NORM_BLOCK,
         )
-        counts = [layout.num_trainable for layout in state.layouts]
+        counts = [
+            0 if unit.on_device else layout.num_trainable
+            for unit, layout in zip(state.units, state.layouts, strict=True)
+        ]
         self._arena = Arena(
             sum(counts) * self._dtype.itemsize,
             name="returned gradients",
@@ -82,16 +86,11 @@ class Updater:
             self._pending.append(self._arena.tensor(offset, count, self._dtype))
             offset += count * self._dtype.itemsize
         self._arrays = [_as_numpy(pending) for pending in self._pending]
-        self._norms = {
-            chunk: torch.zeros(
-                -(-(chunk.stop - chunk.start) // NORM_BLOCK),
-                dtype=torch.float32,
-                pin_memory=device.type == "cuda",
-            )
-            for unit in self._optimizer.chunks
-            for chunk in unit
-        }
-        self._gates = {chunk: ChunkGate() for chunk in self._norms}
+        self._norms = BlockNorms(self._optimizer.chunks, pinned=device.type == "cuda")
+        self._on_device = DeviceOptimizer(
+            state, self._optimizer, self._norms, device=device, dtype=self._dtype
+        )
+        self._gates = {chunk: ChunkGate() for unit in self._optimizer.chunks for chunk in unit}
         timeout = config.lane_timeout_seconds
         self._d2h = Lane("d2h", device, timeout_seconds=timeout, jitter=jitter)
         # Updates run on the host whatever the device: their lane has no stream.
@@ -116,8 +115,12 @@ class Updater:
             early: update chunks that pass their gate as they land, with these settings.
 
         Returns:
-            The last transfer, or None when nothing of the unit is trained.
+            The last transfer, or None when there is none: nothing of the unit is trained, or its
+            state is on the device.
         """
+        if self.state.units[unit].on_device:
+            self._on_device.retain(unit, slot)
+            return None
         after: list[Ticket | Mark | None] = [Mark.here(self._device), self.updated[unit]]
         ticket = None
         for chunk in self._optimizer.chunks[unit]:
@@ -132,24 +135,23 @@ class Updater:
     def _return_work(self, chunk: Chunk, slot: GradientSlot) -> Callable[[], None]:
         source = slot.flat[chunk.start : chunk.stop]
         target = self._pending[chunk.unit][chunk.start : chunk.stop]
-        norms = self._norms[chunk]
 
         def work() -> None:
+            landed = target
             if self._device.type == "cuda":
-                # The host reads the norms too: copied before the event that announces the chunk.
                 landed = source.to(self._dtype)
                 target.copy_(landed, non_blocking=True)
-                norms.copy_(_block_norms(landed), non_blocking=True)
             else:
                 target.copy_(source)
-                norms.copy_(_block_norms(target))
+            # The host reads the norms: copied before the event that announces the chunk.
+            self._norms.record(chunk, landed)
 
         return work
 
     def _submit_early(self, chunk: Chunk, settings: UpdateSettings, landed: Ticket) -> Ticket:
         def work() -> None:
             landed.synchronize()
-            norm = self._chunk_norm(chunk)
+            norm = self._norms.of(chunk)
             if not self._gates[chunk].admits(norm, chunk.stop - chunk.start):
                 return
             bounded = replace(settings, largest_gradient=1.001 * norm)
@@ -163,11 +165,14 @@ class Updater:
         for ticket in self._returned:
             if ticket is not None:
                 ticket.synchronize()
-        squares = (x * x for norms in self._norms.values() for x in norms.tolist())
-        return math.sqrt(math.fsum(squares))
+        self._on_device.wait()
+        return self._norms.total()
 
-    def _chunk_norm(self, chunk: Chunk) -> float:
-        return math.sqrt(math.fsum(x * x for x in self._norms[chunk].tolist()))
+    def returned_gradient(self, unit: int) -> torch.Tensor:
+        """A unit's last gradient as its update sees it, flat; valid until the next step."""
+        if self.state.units[unit].on_device:
+            return self._on_device.gradient(unit)
+        return self._pending[unit]
 
     def settle(self, norm: float, settings: UpdateSettings) -> None:
         """Queue what is left to do of a step, every unit in order of its next use.
@@ -179,14 +184,18 @@ class Updater:
         finite = math.isfinite(norm)
         if finite:
             self.state.optimizer_step = settings.step
-        for chunks in self._optimizer.chunks:
+        for unit, chunks in zip(self.state.units, self._optimizer.chunks, strict=True):
             for chunk in chunks:
+                if unit.on_device:
+                    if finite:
+                        self._on_device.update(chunk, settings)
+                    continue
                 work = self._finish if finite else self._undo
                 self.updated[chunk.unit] = self._update.submit(_bind(work, chunk, settings))
 
     def _finish(self, chunk: Chunk, settings: UpdateSettings) -> None:
         gradient = self._arrays[chunk.unit]
-        self._gates[chunk].observe(self._chunk_norm(chunk), chunk.stop - chunk.start)
+        self._gates[chunk].observe(self._norms.of(chunk), chunk.stop - chunk.start)
         if chunk not in self._early:
             done = self._optimizer.update(chunk, gradient, settings)
         else:
@@ -208,6 +217,8 @@ class Updater:
         for ticket in self.updated:
             if ticket is not None:
                 ticket.synchronize()
+        if self.state.device_units:
+            Mark.here(self._device).synchronize()
 
     def close(self) -> None:
         """Finish both lanes and give the returned gradients' memory back."""
@@ -238,15 +249,36 @@ def _bind(
     return lambda: work(chunk, settings)
 
 
-def _block_norms(values: torch.Tensor) -> torch.Tensor:
-    whole = values.numel() // NORM_BLOCK * NORM_BLOCK
-    norms = []
-    if whole:
-        blocks = values[:whole].view(-1, NORM_BLOCK)
-        norms.append(torch.linalg.vector_norm(blocks, dim=1, dtype=torch.float32))
-    if whole < values.numel():
-        norms.append(torch.linalg.vector_norm(values[whole:], dtype=torch.float32).view(1))
-    return torch.cat(norms)
+class BlockNorms:
+    """2-norms of a step's gradients over blocks of fixed length, where the host can read them."""
+
+    def __init__(self, chunks: list[list[Chunk]], *, pinned: bool) -> None:
+        self._norms = {
+            chunk: torch.zeros(
+                -(-(chunk.stop - chunk.start) // NORM_BLOCK), dtype=torch.float32, pin_memory=pinned
+            )
+            for unit in chunks
+            for chunk in unit
+        }
+
+    def record(self, chunk: Chunk, values: torch.Tensor) -> None:
+        """Take the norms of a chunk's values, in the current stream."""
+        whole = values.numel() // NORM_BLOCK * NORM_BLOCK
+        norms = []
+        if whole:
+            blocks = values[:whole].view(-1, NORM_BLOCK)
+            norms.append(torch.linalg.vector_norm(blocks, dim=1, dtype=torch.float32))
+        if whole < values.numel():
+            norms.append(torch.linalg.vector_norm(values[whole:], dtype=torch.float32).view(1))
+        self._norms[chunk].copy_(torch.cat(norms), non_blocking=True)
+
+    def of(self, chunk: Chunk) -> float:
+        """The norm of a chunk."""
+        return math.sqrt(math.fsum(x * x for x in self._norms[chunk].tolist()))
+
+    def total(self) -> float:
+        """The norm of everything: blocks are summed exactly, so their order does not matter."""
+        return math.sqrt(math.fsum(x * x for n in self._norms.values() for x in n.tolist()))
 
 
 def _as_numpy(tensor: torch.Tensor) -> NDArray[Any]:

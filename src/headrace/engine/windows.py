@@ -36,7 +36,8 @@ class Exposure:
 
     def wait(self, slot: Slot) -> None:
         """Wait until a weight slot is filled."""
-        assert slot.ready is not None
+        if slot.ready is None:  # the unit's own weights
+            return
         started = time.perf_counter()
         slot.ready.wait_on_stream()
         ended = time.perf_counter()
@@ -83,11 +84,25 @@ class Windows:
         self._poison = config.poison_slots
         layouts = state.layouts
         self._num_layers = len(layouts) - 2
-        size = max(layout.size for layout in layouts[1:-1])
-        num_slots = max(2, min(config.weight_slots, self._num_layers + 1))
+        # A unit on the device is its own slot, unless compute wants another type.
+        own = {
+            index: Slot.over(unit.weights)
+            for index, unit in enumerate(state.units)
+            if unit.on_device and unit.weights.dtype == dtype
+        }
+        streamed = [i for i in range(1, len(layouts) - 1) if i not in own]
+        num_slots = max(2, min(config.weight_slots, len(streamed) + 1)) if streamed else 0
+        size = max((layouts[i].size for i in streamed), default=0)
         self.layers = [Slot(size, dtype, device) for _ in range(num_slots)]
-        self.embed = Slot(layouts[0].size, dtype, device)
-        self.head = Slot(layouts[-1].size, dtype, device)
+        self._num_streaming = num_slots
+        self._resident: dict[int, int] = {}
+        for index, slot in own.items():
+            if 0 < index < len(layouts) - 1:
+                self._resident[index - 1] = len(self.layers)
+                self.layers.append(slot)
+        self.embed = own.get(0) or Slot(layouts[0].size, dtype, device)
+        self.head = own.get(len(layouts) - 1) or Slot(layouts[-1].size, dtype, device)
+        self._streams_ends = (0 not in own, len(layouts) - 1 not in own)
         self._h2d = Lane("h2d", device, timeout_seconds=config.lane_timeout_seconds, jitter=jitter)
 
     def close(self) -> None:
@@ -96,8 +111,11 @@ class Windows:
 
     def fetch_ends(self) -> None:
         """Queue the embedding and the head."""
-        self._fetch(0, self.embed)
-        self._fetch(self._num_layers + 1, self.head)
+        embed, head = self._streams_ends
+        if embed:
+            self._fetch(0, self.embed)
+        if head:
+            self._fetch(self._num_layers + 1, self.head)
 
     def release_ends(self) -> None:
         """The step's last reader of embedding and head is in the compute stream."""
@@ -112,7 +130,12 @@ class Windows:
     def walk(self, num_layers: int, num_waves: int, *, backward: bool) -> Walk:
         """Begin a step over the first ``num_layers`` layers: the first transfers are queued."""
         plan = plan_uses(
-            num_layers, num_waves, len(self.layers), backward=backward, reuse=not self._poison
+            num_layers,
+            num_waves,
+            self._num_streaming,
+            backward=backward,
+            reuse=not self._poison,
+            resident=self._resident,
         )
         return Walk(self, plan)
 
@@ -160,7 +183,7 @@ class Walk:
             if use.fetch:
                 self._windows.wait(slot)
             yield use, slot
-            self._windows.mark_free(use)
+            self._windows.mark_free(use)  # means nothing for a resident layer's own slot
             self._start(index)
 
     def _start(self, done: int) -> None:

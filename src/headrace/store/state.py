@@ -1,4 +1,4 @@
-"""The training state of a model: master weights and moments in host memory.
+"""The training state of a model: master weights and moments, in host memory or on the device.
 
 Invariants: with ``dtype="bfloat16"`` the fp32 master weight is ``(hi << 16) + lo`` exactly, ``hi``
 being the bf16 value that compute uses; state is 12 bytes a trainable parameter and 2 a frozen
@@ -8,13 +8,13 @@ number of readers. Nothing here knows the engine or files.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import torch
 
 from headrace import kernels
-from headrace.errors import DataError
+from headrace.errors import CapacityError, ConfigError, DataError
 from headrace.store.arena import Arena
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ class UnitState:
         remainder: int16 (the ``lo`` plane) ``(num_trainable,)``, None when weights are float32.
         exp_avg: float32 ``(num_trainable,)``.
         exp_avg_sq: float32 ``(num_trainable,)``.
+        on_device: the planes live on the compute device and are updated there.
     """
 
     def __init__(
@@ -52,34 +53,29 @@ class UnitState:
         remainder: torch.Tensor | None,
         exp_avg: torch.Tensor,
         exp_avg_sq: torch.Tensor,
+        *,
+        on_device: bool = False,
     ) -> None:
         self.layout = layout
+        self.on_device = on_device
         self._kernels = kernels.load()
         self.weights = weights
         self.remainder = remainder
         self.exp_avg = exp_avg
         self.exp_avg_sq = exp_avg_sq
-        # The kernels take NumPy arrays; the views are made once, they share the memory.
-        self.weight_bits: NDArray[np.uint16] | None = None
-        self.remainder_array: NDArray[np.int16] | None = None
-        self.weight_array: NDArray[np.float32] | None = None
-        if remainder is None:
-            self.weight_array = weights.numpy()
-        else:
-            self.weight_bits = weights.view(torch.uint16).numpy()
-            self.remainder_array = remainder.numpy()
-        self.exp_avg_array: NDArray[np.float32] = exp_avg.numpy()
-        self.exp_avg_sq_array: NDArray[np.float32] = exp_avg_sq.numpy()
+        # The host kernels take NumPy arrays; the views are made once, they share the memory.
+        self.arrays: HostArrays | None = None
+        if not on_device:
+            self.arrays = HostArrays(weights, remainder, exp_avg, exp_avg_sq)
 
     def master(self, param: ParamSpec) -> torch.Tensor:
         """A float32 copy of a parameter's master weight, in its shape."""
+        weights = self.weights[param.slice].cpu()
         if self.remainder is None or not param.trainable:
-            return self.weights[param.slice].to(torch.float32, copy=True).view(param.shape)
-        assert self.weight_bits is not None
-        assert self.remainder_array is not None
+            return weights.to(torch.float32, copy=True).view(param.shape)
         out = np.empty(param.numel, np.float32)
         self._kernels.join_float32(
-            self.weight_bits[param.slice], self.remainder_array[param.slice], out
+            weights.view(torch.uint16).numpy(), self.remainder[param.slice].cpu().numpy(), out
         )
         return torch.from_numpy(out).view(param.shape)
 
@@ -107,45 +103,95 @@ class UnitState:
                 self.remainder[param.slice].zero_()
             return
         source = np.ascontiguousarray(flat.to(torch.float32).numpy())
-        assert self.weight_bits is not None
-        assert self.remainder_array is not None
-        low = (
-            self.remainder_array[param.slice]
-            if param.trainable
-            else np.empty(param.numel, np.int16)
-        )
-        if not self._kernels.split_float32(source, self.weight_bits[param.slice], low):
+        high, low = self.weights[param.slice], torch.empty(param.numel, dtype=torch.int16)
+        if param.trainable:
+            low = self.remainder[param.slice]
+        # Planes on the device are split on the host and sent; on the host .cpu() is the plane.
+        host_high, host_low = high.cpu(), low.cpu()
+        bits = host_high.view(torch.uint16).numpy()
+        if not self._kernels.split_float32(source, bits, host_low.numpy()):
             raise DataError(f"{param.name} has values that round to infinity in bfloat16")
+        if self.on_device:
+            high.copy_(host_high)
+            low.copy_(host_low)
+
+
+class HostArrays:
+    """A unit's planes as the host kernels take them.
+
+    Attributes:
+        master: uint16 bits and int16 remainders, or float32 weights.
+        exp_avg: float32.
+        exp_avg_sq: float32.
+    """
+
+    def __init__(
+        self,
+        weights: torch.Tensor,
+        remainder: torch.Tensor | None,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+    ) -> None:
+        self.master: tuple[NDArray[Any], ...]
+        if remainder is None:
+            self.master = (weights.numpy(),)
+        else:
+            self.master = (weights.view(torch.uint16).numpy(), remainder.numpy())
+        self.exp_avg: NDArray[np.float32] = exp_avg.numpy()
+        self.exp_avg_sq: NDArray[np.float32] = exp_avg_sq.numpy()
 
 
 class ModelState:
-    """All units of a model, in two arenas: what is sent, and what only updates touch."""
+    """All units of a model.
+
+    Host units lie in two arenas, what is sent and what only updates touch; the first
+    ``device_units`` lie on the device.
+    """
 
     def __init__(
-        self, layouts: Sequence[UnitLayout], dtype: StateDtype, *, register_cuda: bool = False
+        self,
+        layouts: Sequence[UnitLayout],
+        dtype: StateDtype,
+        *,
+        device: torch.device | str = "cpu",
+        device_units: int = 0,
     ) -> None:
         """Allocate zeroed state for ``layouts``.
 
         Args:
             layouts: one a unit, in order of use.
             dtype: ``"bfloat16"`` for the split master, ``"float32"`` for a plain one.
-            register_cuda: register the sent plane with CUDA, so that DMA reads it directly.
+            device: where compute runs; for CUDA what is sent is registered, so that DMA reads it.
+            device_units: how many units, from the embedding on, have all their state on
+                ``device``: they are neither sent nor returned, and updated there. The first ones,
+                because a step needs them first, while the host still updates the others.
 
         Raises:
-            CapacityError: the host does not have the memory; nothing was allocated.
+            CapacityError: the host or the device does not have the memory.
         """
         self.dtype: StateDtype = dtype
         self.layouts = tuple(layouts)
         self.optimizer_step = 0  # updates applied; the t of the bias correction
+        device = torch.device(device)
+        if not 0 <= device_units <= len(self.layouts):
+            raise ConfigError(
+                f"device_units is {device_units}; the model has {len(self.layouts)} units "
+                "(embedding, layers, head)"
+            )
+        self.device_units = device_units
+        host = self.layouts[device_units:]
         split = dtype == "bfloat16"
-        sent_bytes = (2 if split else 4) * sum(layout.size for layout in layouts)
-        kept_bytes = (10 if split else 8) * sum(layout.num_trainable for layout in layouts)
-        self._sent = Arena(sent_bytes, name="working weights", register_cuda=register_cuda)
+        sent_bytes = (2 if split else 4) * sum(layout.size for layout in host)
+        kept_bytes = (10 if split else 8) * sum(layout.num_trainable for layout in host)
+        cuda = device.type == "cuda"
+        self._sent = Arena(sent_bytes, name="working weights", register_cuda=cuda)
         self._kept = Arena(kept_bytes, name="optimizer state", register_cuda=False)
         self.units: list[UnitState] = []
         sent = kept = 0
-        for layout in self.layouts:
-            weight_dtype = torch.bfloat16 if split else torch.float32
+        weight_dtype = torch.bfloat16 if split else torch.float32
+        for layout in self.layouts[:device_units]:
+            self.units.append(_unit_on_device(layout, weight_dtype, device))
+        for layout in host:
             weights = self._sent.tensor(sent, layout.size, weight_dtype)
             sent += weights.nbytes
             n = layout.num_trainable
@@ -160,10 +206,15 @@ class ModelState:
 
     @classmethod
     def allocate(
-        cls, spec: HasUnits, dtype: StateDtype = "bfloat16", *, device: torch.device | str = "cpu"
+        cls,
+        spec: HasUnits,
+        dtype: StateDtype = "bfloat16",
+        *,
+        device: torch.device | str = "cpu",
+        device_units: int = 0,
     ) -> ModelState:
-        """Zeroed state for a model, sent from registered memory when ``device`` is CUDA."""
-        return cls(spec.units, dtype, register_cuda=torch.device(device).type == "cuda")
+        """Zeroed state for a model; see the class for the arguments."""
+        return cls(spec.units, dtype, device=device, device_units=device_units)
 
     @property
     def state_bytes(self) -> int:
@@ -175,11 +226,36 @@ class ModelState:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes the arenas really hold, alignment included."""
-        return self._sent.num_bytes + self._kept.num_bytes
+        """Bytes that weights and moments really take, alignment included."""
+        on_device = sum(
+            plane.nbytes
+            for unit in self.units[: self.device_units]
+            for plane in (unit.weights, unit.remainder, unit.exp_avg, unit.exp_avg_sq)
+            if plane is not None
+        )
+        return self._sent.num_bytes + self._kept.num_bytes + on_device
 
     def close(self) -> None:
         """Unregister and unmap the arenas; every view becomes invalid."""
         self.units.clear()
         self._sent.close()
         self._kept.close()
+
+
+def _unit_on_device(
+    layout: UnitLayout, weight_dtype: torch.dtype, device: torch.device
+) -> UnitState:
+    n = layout.num_trainable
+    try:
+        weights = torch.zeros(layout.size, dtype=weight_dtype, device=device)
+        moments = [torch.zeros(n, dtype=torch.float32, device=device) for _ in range(2)]
+        remainder = None
+        if weight_dtype == torch.bfloat16:
+            remainder = torch.zeros(n, dtype=torch.int16, device=device)
+    except torch.OutOfMemoryError as error:
+        raise CapacityError(
+            f"the device has no room for the state of unit {layout.name} "
+            f"({12 * layout.num_trainable:,} bytes)",
+            remedy="lower engine.device_units",
+        ) from error
+    return UnitState(layout, weights, remainder, *moments, on_device=True)

@@ -174,7 +174,9 @@ def _num_saves(settings: LoopSettings, steps_per_epoch: int, first_step: int) ->
 def _allocate(
     config: TrainConfig, spec: ModelSpec, device: torch.device, stack: ExitStack, say: Say
 ) -> ModelState:
-    state = ModelState(spec.units, config.dtype, register_cuda=device.type == "cuda")
+    state = ModelState(
+        spec.units, config.dtype, device=device, device_units=config.engine.device_units
+    )
     stack.callback(state.close)
     say(
         f"model: {type(spec.model).__name__}, {spec.num_parameters:,} parameters"
