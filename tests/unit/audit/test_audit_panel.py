@@ -1,0 +1,134 @@
+"""A panel that exists is usable: every defect of the input is an error that names rows."""
+
+from __future__ import annotations
+
+import datetime as dt
+
+import numpy as np
+import polars as pl
+import pytest
+
+from headrace.audit import panel_from_frame, read_panel
+from headrace.errors import DataError
+
+
+def frame(num_days: int = 5) -> pl.DataFrame:
+    dates = [dt.date(2020, 1, 1) + dt.timedelta(days=k) for k in range(num_days)]
+    return pl.DataFrame(
+        {
+            "entity": ["a"] * num_days + ["b"] * num_days,
+            "date": dates * 2,
+            "label_start": dates * 2,
+            "label_end": [d + dt.timedelta(days=1) for d in dates] * 2,
+            "y": np.linspace(-1, 1, 2 * num_days) ** 3,
+            "size": np.arange(2 * num_days),
+        }
+    )
+
+
+def test_rows_keep_the_order_of_the_file_because_vectors_match_by_position():
+    shuffled = frame().sample(fraction=1.0, shuffle=True, seed=3)
+    panel = panel_from_frame(shuffled)
+    assert [panel.entities[e] for e in panel.entity] == shuffled["entity"].to_list()
+    np.testing.assert_array_equal(panel.y, shuffled["y"].to_numpy())
+    assert panel.feature_names == ("size",)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_files_give_the_panel_of_the_frame(tmp_path, suffix):
+    path = tmp_path / f"panel.{suffix}"
+    frame().write_csv(path) if suffix == "csv" else frame().write_parquet(path)
+    assert read_panel(path).sha256() == panel_from_frame(frame()).sha256()
+
+
+def bad(**changes) -> pl.DataFrame:
+    return frame().with_columns(**changes)
+
+
+at_3 = pl.int_range(pl.len()) == 3
+MISTAKES = {
+    "missing target": (bad(y=pl.when(at_3).then(None).otherwise(pl.col("y"))), "row 3"),
+    "infinite target": (bad(y=pl.when(at_3).then(np.inf).otherwise(pl.col("y"))), "row 3"),
+    "missing feature": (bad(size=pl.when(at_3).then(None).otherwise(pl.col("size"))), "row 3"),
+    "constant target": (bad(y=pl.lit(1.0)), "rows 0 to 9"),
+    "one entity": (frame()[:5], "rows 0 to 4"),
+    "duplicate keys": (pl.concat([frame(), frame()[2:4]]), "2 (a, 2020-01-03), 3"),
+    "label ends before it starts": (
+        bad(label_end=pl.when(at_3).then(pl.lit(dt.date(2019, 1, 1))).otherwise("label_end")),
+        "row 3",
+    ),
+    "missing date": (bad(date=pl.when(at_3).then(None).otherwise(pl.col("date"))), "row 3"),
+    "missing entity": (bad(entity=pl.when(at_3).then(None).otherwise("entity")), "row 3"),
+    "zones differ between columns": (
+        bad(date=pl.col("date").cast(pl.Datetime("us")).dt.replace_time_zone("UTC")),
+        "rows 0 to 9",
+    ),
+    "zones differ within a column": (
+        bad(date=pl.col("date").cast(pl.String) + pl.Series(["T00:00+09:00"] * 9 + ["T00:00Z"])),
+        "row 9",
+    ),
+    "text that is no date": (
+        bad(date=pl.when(at_3).then(pl.lit("soon")).otherwise(pl.col("date").cast(pl.String))),
+        "row 3",
+    ),
+    "text among the features": (bad(sector=pl.lit("x")), "'sector'"),
+    "missing column": (frame().drop("label_end"), "'label_end'"),
+    "no rows": (frame()[:0], "no rows"),
+    "nothing embedded": (bad(embedded=pl.lit(value=False)), "'embedded'"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_bad_input_is_refused_by_row(mistake):
+    rows, words = MISTAKES[mistake]
+    with pytest.raises(DataError, match=words.replace("(", r"\(").replace(")", r"\)")):
+        panel_from_frame(rows)
+
+
+def test_files_that_are_no_panels_are_refused(tmp_path):
+    with pytest.raises(DataError, match="no panel file"):
+        read_panel(tmp_path / "missing.parquet")
+    (tmp_path / "panel.xlsx").write_text("x")
+    with pytest.raises(DataError, match=r"\.xlsx"):
+        read_panel(tmp_path / "panel.xlsx")
+    (tmp_path / "panel.parquet").write_text("x")
+    with pytest.raises(DataError, match="cannot be read"):
+        read_panel(tmp_path / "panel.parquet")
+
+
+@pytest.mark.parametrize("horizon", [1, 3])
+def test_label_sessions_are_counted_in_sessions_not_days(horizon, days, small_panel):
+    panel = small_panel(num_sessions=12, horizon=horizon)
+    assert panel.label_sessions == horizon
+    gap = np.concatenate([days(6), days(6, "2021-01-01")])
+    session = np.tile(np.arange(12), 4)
+    later = gap[np.minimum(session + horizon, 11)]
+    spread = small_panel(
+        num_sessions=12, date=gap[session], label_start=gap[session], label_end=later
+    )
+    assert spread.label_sessions == horizon
+
+
+def test_matrix_leaves_gaps_missing_and_coverage_counts_them(small_panel):
+    full = small_panel()
+    keep = np.ones(full.num_rows, dtype=bool)
+    keep[[0, 7]] = False
+    columns = {
+        "entity": full.entities[full.entity][keep],
+        "date": full.sessions[full.session][keep],
+        "label_start": full.label_start[keep],
+        "label_end": full.label_end[keep],
+        "y": full.y[keep],
+    }
+    panel = small_panel(**columns)
+    assert np.isnan(panel.matrix(panel.y)).sum() == 2
+    assert panel.coverage == pytest.approx(22 / 24)
+
+
+def test_hash_sees_every_column(small_panel):
+    base = small_panel()
+    assert base.sha256() == small_panel().sha256()
+    assert base.sha256() != small_panel(label_end=base.label_end + np.timedelta64(1, "D")).sha256()
+    moved = base.y.copy()
+    moved[3] += 1e-9
+    assert base.sha256() != small_panel(y=moved).sha256()

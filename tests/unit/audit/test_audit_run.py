@@ -1,0 +1,259 @@
+"""The audit end to end: five verdicts, refusals, what is paired and what is adjusted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from headrace.audit import AuditConfig, EmbeddingSource, from_dict, run_audit, to_dict
+from headrace.errors import ConfigError, DataError
+
+
+@pytest.fixture(scope="module")
+def leaky(small):
+    return small(leak=0.06, seed=1, num_twins=4)
+
+
+@pytest.fixture(scope="module")
+def clean(small):
+    return small(seed=4)
+
+
+def audit(drawn, config, cutoff=None, **options):
+    cutoff = drawn.cutoff if cutoff is None else cutoff
+    result = run_audit(drawn.panel, {"m": drawn.embedding}, {"m": cutoff}, config=config, **options)
+    return result.models[0]
+
+
+def test_knowledge_before_the_cutoff_only_is_knowledge_of_the_future(leaky, quick):
+    model = audit(leaky, quick, twins=leaky.twins)
+    assert model.verdict == "knows_the_future"
+    assert set(model.channels) <= {"common", "entity"}
+    assert 0.005 < model.share_of_r2 < 0.2
+    contrast = model.contamination["entity"].contrast
+    assert contrast.value > 0
+    assert contrast.p_adjusted >= contrast.p_value
+    assert model.contamination["entity"].reference == "mean of 4 untrained twins"
+
+
+def test_nothing_known_is_no_detectable_skill(clean, quick):
+    assert audit(clean, quick).verdict == "no_detectable_skill"
+
+
+def test_skill_on_every_date_is_skill(small, quick):
+    model = audit(small(skill=0.06, seed=3), quick)
+    assert model.verdict == "skill"
+    assert model.skill["entity"].p_adjusted <= 0.05
+
+
+def test_no_dates_after_the_cutoff_is_not_identified_however_much_is_known(leaky, quick):
+    assert audit(leaky, quick, cutoff="2030-01-01").verdict == "not_identified"
+    result = run_audit(leaky.panel, {"m": leaky.embedding}, config=quick)
+    assert result.models[0].verdict == "not_identified"
+
+
+def test_few_dates_are_too_little_whatever_the_figures_say(leaky, small, quick):
+    late = str(leaky.panel.sessions[-100])[:10]
+    assert audit(leaky, quick, cutoff=late).verdict == "too_little_data"
+    tiny = small(num_sessions=40, rows_per_entity=20, leak=0.2)
+    model = audit(tiny, quick)
+    assert model.verdict == "too_little_data"
+    assert model.skill == {}
+    assert "40 dates" in model.summary[0]
+
+
+def test_a_cutoff_before_every_date_leaves_skill_or_none(small, quick):
+    assert audit(small(skill=0.06, seed=3), quick, cutoff="1999-12-31").verdict == "skill"
+
+
+def test_without_the_full_matrix_shifts_are_refused_with_the_reason(small, quick):
+    drawn = small(skill=0.06, seed=3)
+    rows = drawn.panel.embedded_rows
+    sampled = replace(
+        drawn.panel,
+        **{
+            name: getattr(drawn.panel, name)[rows]
+            for name in ("entity", "session", "label_start", "label_end", "y", "features")
+        },
+        embedded=np.ones(len(rows), dtype=bool),
+    )
+    result = run_audit(sampled, {"m": drawn.embedding}, {"m": drawn.cutoff}, config=quick)
+    model = result.models[0]
+    assert any("Shifted-date tests are refused" in warning for warning in result.warnings)
+    assert model.skill["entity"].null is None
+    assert "refused" in model.skill["entity"].note
+    assert "walk_forward" in model.skill["entity"].protocol
+    assert model.verdict == "skill"
+    leaky = small(leak=0.06, seed=1)
+    sampled = replace(sampled, y=leaky.panel.y[leaky.panel.embedded_rows])
+    result = run_audit(sampled, {"m": leaky.embedding}, {"m": leaky.cutoff}, config=quick)
+    assert result.models[0].verdict == "knows_the_future"
+
+
+def test_the_same_audit_gives_the_same_result(clean, quick):
+    first, second = (
+        to_dict(run_audit(clean.panel, {"m": clean.embedding}, {"m": clean.cutoff}, config=quick))
+        for _ in range(2)
+    )
+    assert first == second
+
+
+def test_the_whole_result_survives_the_file(leaky):
+    config = AuditConfig(num_shifts=39)
+    later = str(leaky.panel.sessions[300])[:10]
+    result = run_audit(
+        leaky.panel,
+        {"base": leaky.embedding, "trained": leaky.twins["twin 0"], "third": leaky.twins["twin 1"]},
+        {"base": leaky.cutoff, "trained": later, "third": "2015-12-31"},
+        twins={"a": leaky.twins["twin 2"], "b": leaky.twins["twin 3"]},
+        reductions=[("base", "trained")],
+        config=config,
+    )
+    assert from_dict(to_dict(result)) == result
+    base = result.model("base")
+    assert base.evaluation.premium.null.num_draws == 39
+    assert base.evaluation.premium.low is None, "no interval of a premium holds up"
+    assert base.evaluation.premium.twins.num_draws == 2
+    assert [row.label for row in base.walk_forward][-1] == "pooled"
+    assert [row.embargo_sessions for row in base.embargo] == [0, 5, 20]
+    assert {period.side for period in base.periods} == {"before", "gap", "after"}
+    assert "fewer than 4 twins" in base.contamination["entity"].reference
+    reduction = result.reductions[0]
+    assert reduction.skill["entity"].value > 0
+    assert reduction.skill["entity"].low < reduction.skill["entity"].value
+    assert set(result.slope) == {"common", "entity", "premium"}
+
+
+def test_reduction_of_a_model_by_itself_is_exactly_nothing(clean):
+    result = run_audit(
+        clean.panel,
+        {"a": clean.embedding, "b": clean.embedding.copy()},
+        config=AuditConfig(num_shifts=39),
+        reductions=[("a", "b")],
+    )
+    for figure in (*result.reductions[0].skill.values(), result.reductions[0].premium):
+        assert figure.value == 0
+        assert figure.p_value == 1
+
+
+def test_more_models_never_make_a_claim_easier(leaky, quick):
+    alone = audit(leaky, quick).contamination["entity"].contrast
+    many = {f"x{k}": twin for k, twin in enumerate(leaky.twins.values())} | {"m": leaky.embedding}
+    result = run_audit(leaky.panel, many, dict.fromkeys(many, leaky.cutoff), config=quick)
+    crowded = result.model("m").contamination["entity"].contrast
+    assert crowded.p_value == alone.p_value
+    assert crowded.p_adjusted >= alone.p_adjusted
+
+
+def test_a_point_in_time_model_can_be_the_reference(leaky, quick):
+    result = run_audit(
+        leaky.panel,
+        {"m": leaky.embedding, "dated": leaky.twins["twin 0"]},
+        {"m": leaky.cutoff, "dated": leaky.cutoff},
+        reference="dated",
+        config=quick,
+    )
+    assert result.model("m").contamination["entity"].reference == "model dated"
+    assert result.model("dated").contamination["entity"].reference == "the constant"
+    assert result.model("m").verdict == "knows_the_future"
+
+
+def test_vectors_for_every_panel_row_are_cut_to_the_embedded_ones(clean, quick):
+    everywhere = np.zeros((clean.panel.num_rows, clean.embedding.shape[1]), dtype=np.float32)
+    everywhere[clean.panel.embedded_rows] = clean.embedding
+    cut = run_audit(clean.panel, {"m": everywhere}, {"m": clean.cutoff}, config=quick)
+    whole = run_audit(clean.panel, {"m": clean.embedding}, {"m": clean.cutoff}, config=quick)
+    assert cut.models[0].skill == whole.models[0].skill
+
+
+def test_files_and_callables_are_read_when_their_turn_comes(clean, quick, tmp_path):
+    np.save(tmp_path / "m.npy", clean.embedding)
+    asked = []
+
+    def loader(rows):
+        asked.append(len(rows))
+        return clean.embedding
+
+    by_file, by_call = (
+        run_audit(clean.panel, {"m": source}, {"m": clean.cutoff}, config=quick).models[0]
+        for source in (tmp_path / "m.npy", loader)
+    )
+    assert asked == [len(clean.embedding)]
+    assert by_file.skill == by_call.skill
+    assert by_file.embedding.sha256 == by_call.embedding.sha256
+
+
+def broken(values, row):
+    values = values.copy()
+    values[row, 0] = np.nan
+    return values
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda v: v[:-7], "rows .* have no vector"),
+        (lambda v: np.concatenate([v, v[:3]]), "vectors 2400 to 2402 have no panel row"),
+        (lambda v: broken(v, 5), "missing or infinite in panel row"),
+        (np.ones_like, "the same vector"),
+        (lambda v: v[:, 0], "shape"),
+        (lambda v: v.astype(np.int64), "type int64"),
+    ],
+)
+def test_vectors_that_do_not_match_are_refused_by_row(clean, quick, change, words):
+    with pytest.raises(DataError, match=words):
+        run_audit(clean.panel, {"m": change(clean.embedding)}, config=quick)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"embeddings": {}}, "no embeddings"),
+        ({"cutoffs": {"other": "2020-01-01"}}, "'other', which has no embeddings"),
+        ({"cutoffs": {"m": "soon"}}, "which is no date"),
+        ({"reference": "other"}, "reference 'other'"),
+        ({"reductions": [("m", "other")]}, "'other' has no embeddings"),
+        ({"twins": {"m": np.zeros((1, 1))}}, "both a model and a twin"),
+    ],
+)
+def test_names_that_do_not_match_are_refused(clean, quick, options, words):
+    embeddings = options.pop("embeddings", {"m": clean.embedding})
+    with pytest.raises(ConfigError, match=words):
+        run_audit(clean.panel, embeddings, config=quick, **options)
+
+
+def test_an_empty_test_period_and_too_few_entities_are_refused(clean, small):
+    with pytest.raises(DataError, match="test period is empty"):
+        run_audit(clean.panel, {"m": clean.embedding}, config=AuditConfig(split_date="2030-01-01"))
+    few = small(num_entities=4, rows_per_entity=300)
+    with pytest.raises(DataError, match="4 entities"):
+        run_audit(few.panel, {"m": few.embedding})
+
+
+def test_embeddings_of_different_stacks_are_compared_only_when_forced(clean, quick):
+    sources = {
+        name: EmbeddingSource(values=clean.embedding, stack={"torch": version})
+        for name, version in (("a", "2.5"), ("b", "2.10"))
+    }
+    with pytest.raises(ConfigError, match="2 different stacks"):
+        run_audit(clean.panel, sources, config=quick)
+    forced = run_audit(clean.panel, sources, config=replace(quick, allow_mixed_stacks=True))
+    assert forced.mixed_stacks
+    assert any("different stacks" in warning for warning in forced.warnings)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"num_shifts": 3},
+        {"num_blocks": 2},
+        {"level": 0.0},
+        {"embargoes": (-1,)},
+        {"split_date": "yesterday"},
+    ],
+)
+def test_settings_that_cannot_work_are_refused(bad):
+    with pytest.raises(ConfigError):
+        AuditConfig(**bad)
