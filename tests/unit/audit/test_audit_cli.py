@@ -1,0 +1,149 @@
+"""``headrace audit`` and ``headrace embed`` as a user calls them: files, exit codes, messages."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import polars as pl
+import pytest
+import yaml
+
+from headrace.audit import read_json
+from headrace.cli import _run
+from headrace.cli.audit import app
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory, small):
+    folder = tmp_path_factory.mktemp("cli")
+    drawn = small(leak=0.06, seed=1, num_twins=4)
+    panel = drawn.panel
+    pl.DataFrame(
+        {
+            "entity": panel.entities[panel.entity],
+            "date": panel.sessions[panel.session],
+            "label_start": panel.label_start,
+            "label_end": panel.label_end,
+            "y": panel.y,
+            "embedded": panel.embedded,
+        }
+    ).write_parquet(folder / "panel.parquet")
+    np.save(folder / "m.npy", drawn.embedding)
+    for name, values in drawn.twins.items():
+        np.save(folder / f"{name}.npy", values)
+    return folder, drawn
+
+
+def call(*arguments):
+    try:
+        return _run("audit", [str(argument) for argument in arguments])
+    except SystemExit as stopped:
+        return stopped.code
+
+
+def common(folder, drawn):
+    return [
+        "--panel", folder / "panel.parquet", "--embeddings", f"m={folder / 'm.npy'}",
+        "--cutoff", f"m={drawn.cutoff}", "--shifts", 39, "--no-tables",
+    ]  # fmt: skip
+
+
+def test_a_user_s_own_panel_and_vectors_are_judged(files, tmp_path, capsys):
+    folder, drawn = files
+    twins = [f"--twin={name}={folder / name}.npy" for name in drawn.twins]
+    assert call(*common(folder, drawn), *twins, "--json", tmp_path / "out.json") == 0
+    result = read_json(tmp_path / "out.json")
+    assert result.models[0].verdict == "knows_the_future"
+    assert "m: knows_the_future" in capsys.readouterr().out
+
+
+def test_json_on_stdout_is_one_object(files, capsys):
+    assert call(*common(*files), "--json", "-") == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["schema"] == "headrace.audit"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "no panel was given"),
+        (["--panel", "missing.parquet"], "no panel file"),
+        (["--embeddings", "m"], "not NAME=VALUE"),
+        (["--embeddings", "m=missing.npy"], "no such file"),
+        (["--cutoff", "other=2020-01-01"], "has no embeddings"),
+        (["recipe.yaml", "--panel", "panel.parquet"], "a recipe was given"),
+        (["recipe.yaml"], "no recipe at recipe.yaml"),
+    ],
+)
+def test_mistakes_exit_2_with_one_message(files, arguments, words, capsys, monkeypatch):
+    folder, _ = files
+    monkeypatch.chdir(folder)
+    if arguments and arguments[0] in {"--embeddings", "--cutoff"}:
+        arguments = ["--panel", "panel.parquet", "--embeddings", "k=m.npy", *arguments]
+    assert call(*arguments) == 2
+    assert words in capsys.readouterr().err
+
+
+def recipe(folder, num_securities=50, **changes):
+    content = {
+        "panel": {
+            "type": "jpx",
+            "path": "jpx/stock_prices.csv",
+            "sample": "vessl-2026",
+            "num_entities": 40,
+            "dates_per_entity": 40,
+            "synthetic": {
+                "num_securities": num_securities,
+                "num_delisted": 2,
+                "num_listed_late": 2,
+            },
+        },
+        "models": [
+            {"name": "planted", "cutoff": "2020-03-31", "synthetic": {"leak": 0.1, "dimension": 16}}
+        ],
+        "published": {"num_draws": 5, "num_shifts": 19},
+        "settings": {"num_shifts": 39, "split_date": "2020-12-31", "tables": False},
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(content | changes))
+    return path
+
+
+def test_a_recipe_writes_its_synthetic_file_and_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert call(recipe(tmp_path), "--json", "out.json") == 0
+    model = read_json(tmp_path / "out.json").models[0]
+    assert model.verdict == "knows_the_future"
+    assert model.published.num_draws == 5
+    assert (tmp_path / "jpx" / "stock_prices.csv").is_file()
+    assert "planted" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"modles": []}, "did you mean 'models'"),
+        ({"models": []}, "names no models"),
+        ({"models": [{"name": "a"}]}, "give embeddings"),
+        ({"models": [{"name": "a", "embeddings": "no.parquet"}]}, "headrace embed"),
+        ({"models": [{"name": "a", "synthetic": {"leek": 1}}]}, "did you mean 'leak'"),
+        ({"models": [{"name": "a", "synthetic": {"leak": 0.1}}]}, "needs a cutoff"),
+        ({"panel": {"type": "jpx"}}, "has no path"),
+        ({"panel": {"type": "sql", "path": "x"}}, "neither generic nor jpx"),
+        ({"settings": {"num_shift": 39}}, "did you mean 'num_shifts'"),
+        ({"published": 3}, "not a mapping"),
+    ],
+)
+def test_recipes_with_mistakes_are_refused_by_key(tmp_path, monkeypatch, changes, words, capsys):
+    monkeypatch.chdir(tmp_path)
+    path = recipe(tmp_path, num_securities=12, **changes)
+    assert call(path) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_help_names_the_verdicts(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        app(args=["--help"], prog_name="headrace audit")
+    assert stopped.value.code == 0
+    assert "not_identified" in capsys.readouterr().out
