@@ -4,12 +4,13 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig
-from transformers.models.llama.modeling_llama import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, BertConfig, LlamaConfig, T5Config
+from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaModel
 
 from headrace.errors import ConfigError, ModelRefusedError
 from headrace.models import attention
-from headrace.models.spec import ModelSpec, find_parts, load_config
+from headrace.models import spec as spec_module
+from headrace.models.spec import ModelSpec, load_config
 from tiny import make_batches, make_engine, tiny_config, tiny_state
 
 FAMILIES = ["qwen3", "llama", "llama-bias", "mistral", "qwen2"]
@@ -37,7 +38,7 @@ def test_every_parameter_in_one_unit(family, tied):
         "head",
     ]
     assert {p.local_name for p in spec.units[-1].params} == (
-        {"norm.weight"} if tied else {"norm.weight", "head.weight"}
+        {"tail.0.weight"} if tied else {"tail.0.weight", "head.weight"}
     )
     assert all(".layers.1." in p.name for p in spec.units[2].params)
 
@@ -105,12 +106,14 @@ def test_dropout_is_refused():
         ModelSpec(tiny_config("llama", attention_dropout=0.1))
 
 
-@pytest.mark.parametrize(
-    ("config", "family"), [(GPT2Config(), "gpt2"), (MixtralConfig(), "mixtral")]
-)
-def test_unknown_family_is_refused(config, family):
-    """With the families that are verified."""
-    with pytest.raises(ModelRefusedError, match=f"'{family}' .*llama, mistral, qwen2, qwen3"):
+def test_encoder_decoder_is_refused():
+    with pytest.raises(ModelRefusedError, match="t5 is an encoder-decoder"):
+        ModelSpec(T5Config())
+
+
+def test_model_that_sees_ahead_is_refused():
+    config = BertConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    with pytest.raises(ModelRefusedError, match="neither causal nor a sliding window"):
         ModelSpec(config)
 
 
@@ -136,40 +139,95 @@ def test_attention_with_a_mask_is_refused():
             engine.evaluate(make_batches(1))
 
 
-def changed_model(change):
-    with torch.device("meta"):
-        model = LlamaForCausalLM(tiny_config("llama"))
-    change(model)
-    return model
+@pytest.fixture
+def change_forward(monkeypatch):
+    """Lets a test change what LlamaModel does, and forget that it was examined before."""
+    monkeypatch.setattr(spec_module, "_anatomies", {})
+
+    def change(around):
+        original = LlamaModel.forward
+
+        def forward(self, **kwargs):
+            return around(self, original, kwargs)
+
+        monkeypatch.setattr(LlamaModel, "forward", forward)
+
+    return change
 
 
-def set_head_bias(model):
-    model.lm_head = torch.nn.Linear(32, 96, bias=True, device="meta")
+def call_layers_twice(model, original, kwargs):
+    original(model, **kwargs)
+    return original(model, **kwargs)
 
 
-def rename_layers(model):
-    model.model.blocks = model.model.layers
-    del model.model.layers
+def scale_the_output(model, original, kwargs):
+    output = original(model, **kwargs)
+    output.last_hidden_state = output.last_hidden_state * 2
+    return output
 
 
-def drop_norm(model):
-    del model.model.norm
+def scale_between_layers(model, original, kwargs):
+    handle = model.layers[0].register_forward_hook(lambda _, args, output: output * 2)
+    try:
+        return original(model, **kwargs)
+    finally:
+        handle.remove()
+
+
+def pass_state(model, original, kwargs):
+    seen = []
+    handles = [
+        model.layers[0].register_forward_hook(lambda _, args, output: seen.append(output)),
+        model.layers[1].register_forward_pre_hook(
+            lambda _, args, kw: (args, kw | {"earlier": seen[0]}), with_kwargs=True, prepend=True
+        ),
+    ]
+    try:
+        return original(model, **kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def pass_weights(model, original, kwargs):
+    return original(model, **kwargs, extra=model.embed_tokens.weight * 2)
+
+
+def pass_a_store(model, original, kwargs):
+    return original(model, **kwargs, extra={})
+
+
+def add_noise(model, original, kwargs):
+    handle = model.embed_tokens.register_forward_hook(
+        lambda _, args, output: output + torch.randn_like(output)
+    )
+    try:
+        return original(model, **kwargs)
+    finally:
+        handle.remove()
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("around", "message"),
     [
-        (set_head_bias, "head that is not a linear layer without bias"),
-        (rename_layers, "not laid out as embedding, 'layers'"),
-        (drop_norm, "not laid out as embedding, 'layers'"),
+        (call_layers_twice, "calls its layers more than once"),
+        (scale_the_output, "computes something after its last layer"),
+        (scale_between_layers, "computes something between layers 0 and 1"),
+        (pass_state, "argument 'earlier' of layer 1 comes from another layer"),
+        (pass_weights, "argument 'extra' of layer 0 comes from trained weights"),
+        (pass_a_store, "argument 'extra' of layer 0 is a dict"),
+        (add_noise, "random in training"),
     ],
 )
-def test_other_structures_are_refused(change, message):
+def test_layers_that_cannot_be_streamed_are_refused(change_forward, around, message):
+    change_forward(around)
     with pytest.raises(ModelRefusedError, match=message):
-        find_parts(changed_model(change))
+        ModelSpec(tiny_config("llama"))
 
 
-def test_parameters_outside_of_the_units_are_refused(monkeypatch):
+def test_parameter_that_is_never_used_is_refused(monkeypatch):
+    """Its gradient is None in plain autograd, and decay would still move it."""
+    monkeypatch.setattr(spec_module, "_anatomies", {})
     original = LlamaForCausalLM.__init__
 
     def with_extra(self, config):
@@ -177,7 +235,19 @@ def test_parameters_outside_of_the_units_are_refused(monkeypatch):
         self.model.extra = torch.nn.Linear(2, 2)
 
     monkeypatch.setattr(LlamaForCausalLM, "__init__", with_extra)
-    with pytest.raises(ModelRefusedError, match=r"outside .*model\.extra\.weight"):
+    with pytest.raises(ModelRefusedError, match=r"does not use: extra\.weight"):
+        ModelSpec(tiny_config("llama"))
+
+
+def test_parameter_outside_of_base_and_head_is_refused(monkeypatch):
+    original = LlamaForCausalLM.__init__
+
+    def with_extra(self, config):
+        original(self, config)
+        self.extra = torch.nn.Linear(2, 2)
+
+    monkeypatch.setattr(LlamaForCausalLM, "__init__", with_extra)
+    with pytest.raises(ModelRefusedError, match=r"outside .*extra\.weight"):
         ModelSpec(tiny_config("llama"))
 
 

@@ -7,12 +7,13 @@ size, N = B * T tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from headrace.engine.slots import KeptGraph, Slot
-from headrace.models.loss import cross_entropy_chunk, linear_cross_entropy
+from headrace.models.anatomy import first_tensor
+from headrace.models.loss import chunk_loss_with, linear_cross_entropy
 
 if TYPE_CHECKING:
     from headrace.engine.slots import GradientSlot
@@ -72,10 +73,11 @@ class Passes:
         self._capture = capture
         self._templates = templates
         self._loss_chunk_tokens = loss_chunk_tokens
-        self._chunk_loss: ChunkLoss = cross_entropy_chunk
-        if compile_loss is not None:  # the name of a compiler backend
+        self._chunk_loss: ChunkLoss = chunk_loss_with(spec.logit_rule)
+        # A rule in the model's own code stays as it is; compile_loss names a compiler backend.
+        if compile_loss is not None and spec.logit_rule.other is None:
             self._chunk_loss = torch.compile(
-                cross_entropy_chunk, fullgraph=True, dynamic=False, backend=compile_loss
+                self._chunk_loss, fullgraph=True, dynamic=False, backend=compile_loss
             )
 
     # -- embedding -------------------------------------------------------------------------
@@ -180,35 +182,54 @@ class Passes:
 
     def _head_parts(
         self, head_slot: Slot, embed_slot: Slot
-    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor | None]:
+        """The tail's parameters, and matrix and bias of the head."""
         parameters = head_slot.parameters(self._spec.units[-1])
-        norm = {
-            name.removeprefix("norm."): p
-            for name, p in parameters.items()
-            if name.startswith("norm.")
-        }
+        tail = {name: p for name, p in parameters.items() if name.startswith("tail.")}
         if self._spec.tied:
-            weight_VD = embed_slot.parameters(self._spec.units[0])["weight"]
+            weight_VD = embed_slot.parameters(self._spec.units[0])[self._spec.embedding_name]
         else:
             weight_VD = parameters["head.weight"]
-        return norm, weight_VD
+        return tail, weight_VD, parameters.get("head.bias")
 
-    def final_norm(self, head_slot: Slot, embed_slot: Slot, hidden_BTD: torch.Tensor) -> Any:
-        """The head's input: the last hidden state after the final norm, without graph."""
-        norm, _ = self._head_parts(head_slot, embed_slot)
+    def _run_tail(
+        self, parameters: dict[str, torch.Tensor], hidden_BTD: torch.Tensor
+    ) -> torch.Tensor:
+        """The base model's output for its last layer's: the final norm, as a rule."""
+        for number, module in enumerate(self._spec.parts.tail):
+            prefix = f"tail.{number}."
+            bound = {n.removeprefix(prefix): p for n, p in parameters.items() if prefix in n}
+            hidden_BTD = first_tensor(torch.func.functional_call(module, bound, (hidden_BTD,)))
+        return hidden_BTD
+
+    def _head_input(
+        self, parameters: dict[str, torch.Tensor], hidden_BTD: torch.Tensor
+    ) -> torch.Tensor:
+        """What the head's matrix multiplies, ``(N, D)``."""
+        hidden_ND = self._run_tail(parameters, hidden_BTD).flatten(0, 1)
+        before = self._spec.before_head
+        return hidden_ND if before is None else before(hidden_ND)
+
+    def final_norm(
+        self, head_slot: Slot, embed_slot: Slot, hidden_BTD: torch.Tensor
+    ) -> torch.Tensor:
+        """The base model's output: the last hidden state after the final norm, without graph."""
+        tail, _, _ = self._head_parts(head_slot, embed_slot)
         with torch.no_grad():
-            return torch.func.functional_call(self._spec.parts.norm, norm, (hidden_BTD,))
+            return self._run_tail(tail, hidden_BTD)
 
     def head_loss(
         self, head_slot: Slot, embed_slot: Slot, hidden_BTD: torch.Tensor, batch: DeviceBatch
     ) -> torch.Tensor:
         """Summed cross-entropy (float64 scalar), no gradients."""
-        _, weight_VD = self._head_parts(head_slot, embed_slot)
-        normed_BTD = self.final_norm(head_slot, embed_slot, hidden_BTD)
+        tail, weight_VD, bias_V = self._head_parts(head_slot, embed_slot)
+        with torch.no_grad():
+            hidden_ND = self._head_input(tail, hidden_BTD)
         loss, _ = linear_cross_entropy(
-            normed_BTD.flatten(0, 1),
+            hidden_ND,
             weight_VD,
             batch.targets_BT.flatten(),
+            bias_V=bias_V,
             scale=0.0,
             chunk_tokens=self._loss_chunk_tokens,
             weight_grad_VD=None,
@@ -233,35 +254,46 @@ class Passes:
         Both accumulators must hold valid sums (zeros before the first micro-batch): the matrix'
         gradient goes to the embedding's when the head is tied.
         """
-        norm, weight_VD = self._head_parts(head_slot, embed_slot)
+        tail, weight_VD, bias_V = self._head_parts(head_slot, embed_slot)
         leaf_BTD = hidden_BTD.detach().requires_grad_(True)
         with torch.enable_grad():
-            normed_BTD = torch.func.functional_call(self._spec.parts.norm, norm, (leaf_BTD,))
+            hidden_ND = self._head_input(tail, leaf_BTD)
         layout = self._spec.units[0 if self._spec.tied else -1]
-        local_name = "weight" if self._spec.tied else "head.weight"
+        name = self._spec.embedding_name if self._spec.tied else "head.weight"
         accumulator = embed_accumulator if self._spec.tied else head_accumulator
-        matrix = next(p for p in layout.params if p.local_name == local_name)
-        loss, normed_grad_ND = linear_cross_entropy(
-            normed_BTD.detach().flatten(0, 1),
+        head_layout = self._spec.units[-1]
+        loss, hidden_grad_ND = linear_cross_entropy(
+            hidden_ND.detach(),
             weight_VD.detach(),
             batch.targets_BT.flatten(),
+            bias_V=None if bias_V is None else bias_V.detach(),
             scale=scale,
             chunk_tokens=self._loss_chunk_tokens,
-            weight_grad_VD=(
-                accumulator.flat[matrix.slice].view(matrix.shape) if matrix.trainable else None
-            ),
+            weight_grad_VD=_gradient_view(accumulator, layout, name),
+            bias_grad_V=_gradient_view(head_accumulator, head_layout, "head.bias"),
             chunk_loss=self._chunk_loss,
         )
-        assert normed_grad_ND is not None
-        head_layout = self._spec.units[-1]
-        names = [p.local_name for p in head_layout.params if p.trainable]
-        parameters = head_slot.parameters(head_layout)
-        norm_leaves = [parameters[name] for name in names if name.startswith("norm.")]
+        assert hidden_grad_ND is not None
+        names = [
+            p.local_name
+            for p in head_layout.params
+            if p.trainable and p.local_name.startswith("tail.")
+        ]
         gradients = torch.autograd.grad(
-            normed_BTD, [leaf_BTD, *norm_leaves], normed_grad_ND.view_as(normed_BTD)
+            hidden_ND, [leaf_BTD, *(tail[name] for name in names)], hidden_grad_ND
         )
-        views = dict(zip(names, head_accumulator.views(head_layout), strict=True))
-        norm_views = [view for name, view in views.items() if name.startswith("norm.")]
-        for view, gradient in zip(norm_views, gradients[1:], strict=True):
+        for name, gradient in zip(names, gradients[1:], strict=True):
+            view = _gradient_view(head_accumulator, head_layout, name)
+            assert view is not None
             view.add_(gradient)
         return loss, gradients[0]
+
+
+def _gradient_view(
+    accumulator: GradientSlot, layout: UnitLayout, local_name: str
+) -> torch.Tensor | None:
+    """Where a parameter's gradient is summed; None if it is not trained, or not there."""
+    for param in layout.params:
+        if param.local_name == local_name and param.trainable:
+            return accumulator.flat[param.slice].view(param.shape)
+    return None

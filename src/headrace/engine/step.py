@@ -115,7 +115,12 @@ class Engine:
         self._passes = Passes(
             spec,
             CallCapture(spec, self.device),
-            Templates(spec, compile_layers=compile_layers, backend=self.config.compile_backend),
+            Templates(
+                spec,
+                compile_layers=compile_layers,
+                backend=self.config.compile_backend,
+                device=self.device,
+            ),
             loss_chunk_tokens=self.config.loss_chunk_tokens,
             compile_loss=self.config.compile_backend if compile_layers else None,
         )

@@ -4,32 +4,39 @@ transformers builds no mask for an implementation it does not know a mask for, s
 built: causality, documents and windows are arguments here. Anything this function does not
 implement is an error, never silence.
 
-Shape legend: B rows, H query heads, K key/value heads, T positions, E head size, N tokens = B * T.
+Shape legend: B rows, H query heads, K key/value heads, T positions, E head size of queries and
+keys, V head size of values, N tokens = B * T.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional as F  # noqa: N812 - its name everywhere
 
 from headrace.errors import ModelRefusedError
+from headrace.models import masks
+from headrace.models.attention_documents import attend_by_document
+from headrace.models.attention_flex import attend_flex
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 IMPLEMENTATION = "headrace"
+EXAMINING = "headrace-examining"  # the same function, with mask functions answered by patterns
 
 
 def register() -> None:
     """Make ``attn_implementation="headrace"`` known to transformers; repeated calls are free."""
     from transformers import AttentionInterface  # noqa: PLC0415 - slow; when a model is built
+    from transformers.masking_utils import AttentionMaskInterface  # noqa: PLC0415 - as above
 
     AttentionInterface.register(IMPLEMENTATION, attention)
+    AttentionInterface.register(EXAMINING, attention)
+    AttentionMaskInterface.register(EXAMINING, masks.answer)
 
 
 def packing_arguments(cu_seqlens: torch.Tensor | None, max_length: int) -> dict[str, Any]:
@@ -53,8 +60,8 @@ def attention(
     module: torch.nn.Module,
     query_BHTE: torch.Tensor,
     key_BKTE: torch.Tensor,
-    value_BKTE: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    value_BKTV: torch.Tensor,
+    attention_mask: torch.Tensor | masks.Pattern | None,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -67,64 +74,103 @@ def attention(
 ) -> tuple[torch.Tensor, None]:
     """Causal attention inside documents, with transformers' attention signature.
 
+    Args:
+        module: the attention layer that calls.
+        query_BHTE: queries.
+        key_BKTE: keys.
+        value_BKTV: values.
+        attention_mask: None, or a pattern while a model is examined.
+        scaling: of the scores; ``E ** -0.5`` by default.
+        dropout: must be 0.
+        sliding_window: positions that each one sees, itself included; None for all before it.
+        softcap: scores become ``softcap * tanh(scores / softcap)``.
+        s_aux: ``(H,)``, a learned score a head that takes part in the softmax and has no value.
+        cu_seq_lens_q: int32 document boundaries over the flattened tokens.
+        max_length_q: no document is longer.
+        kwargs: what else layers pass on; refused if it would change the result.
+
     Returns:
-        ``(B, T, H, E)`` and None for the attention weights, which never exist.
+        ``(B, T, H, V)`` and None for the attention weights, which never exist.
 
     Raises:
-        ModelRefusedError: a mask, dropout, soft cap, sink or non-causal call was asked for.
+        ModelRefusedError: a mask, dropout, bias or non-causal call was asked for.
     """
-    _refuse_unsupported(
-        module, attention_mask, dropout=dropout, softcap=softcap, s_aux=s_aux, kwargs=kwargs
-    )
+    _refuse_unsupported(module, attention_mask, sliding_window, dropout=dropout, kwargs=kwargs)
     window = sliding_window if sliding_window and sliding_window < query_BHTE.shape[2] else None
-    if cu_seq_lens_q is None and window is None:
-        out_BHTE = _dense(query_BHTE, key_BKTE, value_BKTE, scaling)
-    elif query_BHTE.is_cuda:
-        out_BHTE = _varlen(
+    plain = softcap is None and s_aux is None
+    if plain and cu_seq_lens_q is None and window is None:
+        out_BHTV = _dense(query_BHTE, key_BKTE, value_BKTV, scaling)
+    elif not query_BHTE.is_cuda:
+        out_BHTV = attend_by_document(
             query_BHTE,
             key_BKTE,
-            value_BKTE,
+            value_BKTV,
+            cu_seq_lens_q,
+            scaling=scaling,
+            window=window,
+            softcap=softcap,
+            sinks_H=s_aux,
+        )
+    elif plain:
+        out_BHTV = _varlen(
+            query_BHTE,
+            key_BKTE,
+            value_BKTV,
             cu_seq_lens_q,
             max_length=max_length_q,
             scaling=scaling,
             window=window,
         )
     else:
-        out_BHTE = _by_document(
-            query_BHTE, key_BKTE, value_BKTE, cu_seq_lens_q, scaling=scaling, window=window
+        out_BHTV = attend_flex(
+            query_BHTE,
+            key_BKTE,
+            value_BKTV,
+            cu_seq_lens_q,
+            scaling=scaling,
+            window=window,
+            softcap=softcap,
+            sinks_H=s_aux,
         )
-    return out_BHTE.transpose(1, 2), None
+    # Contiguous, as transformers' own functions: some layers view the result.
+    return out_BHTV.transpose(1, 2).contiguous(), None
 
 
 def _refuse_unsupported(
     module: torch.nn.Module,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | masks.Pattern | None,
+    sliding_window: int | None,
     *,
     dropout: float,
-    softcap: float | None,
-    s_aux: torch.Tensor | None,
     kwargs: dict[str, Any],
 ) -> None:
     unsupported = {
-        "an attention mask": attention_mask is not None,
+        "an attention mask": isinstance(attention_mask, torch.Tensor),
         "attention dropout": dropout != 0.0,
-        "a logit soft cap": softcap is not None,
-        "attention sinks": s_aux is not None,
         "non-causal attention": kwargs.get("is_causal") is False
         or not getattr(module, "is_causal", True),
     }
+    for name, value in kwargs.items():
+        # Document boundaries and positions are integers; biases and scores are not.
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            unsupported[f"{name!r} in its attention"] = True
     for what, given in unsupported.items():
         if given:
             raise ModelRefusedError(
                 f"{type(module).__name__} asks for {what}, which headrace's attention does not "
                 "implement"
             )
+    if isinstance(attention_mask, masks.Pattern) and attention_mask.window != sliding_window:
+        raise ModelRefusedError(
+            f"{type(module).__name__} masks a window of {attention_mask.window} positions but "
+            f"tells its attention {sliding_window}: the window would be lost"
+        )
 
 
 def _dense(
     query_BHTE: torch.Tensor,
     key_BKTE: torch.Tensor,
-    value_BKTE: torch.Tensor,
+    value_BKTV: torch.Tensor,
     scaling: float | None,
 ) -> torch.Tensor:
     grouped = query_BHTE.shape[1] != key_BKTE.shape[1]
@@ -132,60 +178,17 @@ def _dense(
         # The CPU kernels have no grouped heads; the fallback would build T x T scores.
         repeat = query_BHTE.shape[1] // key_BKTE.shape[1]
         key_BKTE = key_BKTE.repeat_interleave(repeat, dim=1)
-        value_BKTE = value_BKTE.repeat_interleave(repeat, dim=1)
+        value_BKTV = value_BKTV.repeat_interleave(repeat, dim=1)
         grouped = False
     return F.scaled_dot_product_attention(
-        query_BHTE, key_BKTE, value_BKTE, is_causal=True, scale=scaling, enable_gqa=grouped
+        query_BHTE, key_BKTE, value_BKTV, is_causal=True, scale=scaling, enable_gqa=grouped
     )
-
-
-def _by_document(
-    query_BHTE: torch.Tensor,
-    key_BKTE: torch.Tensor,
-    value_BKTE: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
-    *,
-    scaling: float | None,
-    window: int | None,
-) -> torch.Tensor:
-    """Attend document by document: no mask larger than the longest windowed document."""
-    B, H, T, E = query_BHTE.shape
-    bounds = [row * T for row in range(B + 1)] if cu_seqlens is None else cu_seqlens.tolist()
-    repeat = H // key_BKTE.shape[1]
-    # (heads, N, E): rows joined along the tokens, the order in which boundaries count them.
-    query_HNE = query_BHTE.transpose(0, 1).reshape(H, B * T, E)
-    key_HNE = key_BKTE.repeat_interleave(repeat, dim=1).transpose(0, 1).reshape(H, B * T, E)
-    value_HNE = value_BKTE.repeat_interleave(repeat, dim=1).transpose(0, 1).reshape(H, B * T, E)
-    pieces = []
-    for start, stop in itertools.pairwise(bounds):
-        if start == stop:
-            continue
-        mask = None
-        if window is not None and stop - start > window:
-            mask = _window_mask(stop - start, window, query_BHTE.device)
-        pieces.append(
-            F.scaled_dot_product_attention(
-                query_HNE[None, :, start:stop],
-                key_HNE[None, :, start:stop],
-                value_HNE[None, :, start:stop],
-                attn_mask=mask,
-                is_causal=mask is None,
-                scale=scaling,
-            )
-        )
-    out_HNE = torch.cat(pieces, dim=2)[0]
-    return out_HNE.reshape(H, B, T, E).transpose(0, 1)
-
-
-def _window_mask(length: int, window: int, device: torch.device) -> torch.Tensor:
-    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
-    return (distance >= 0) & (distance < window)
 
 
 def _varlen(
     query_BHTE: torch.Tensor,
     key_BKTE: torch.Tensor,
-    value_BKTE: torch.Tensor,
+    value_BKTV: torch.Tensor,
     cu_seqlens: torch.Tensor | None,
     *,
     max_length: int | None,
@@ -195,12 +198,15 @@ def _varlen(
     from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - CUDA only
 
     B, H, T, E = query_BHTE.shape
+    V = value_BKTV.shape[3]
+    if V < E:  # the kernel wants one size; zeros are added and cut off again
+        value_BKTV = F.pad(value_BKTV, (0, E - V))
     if cu_seqlens is None:
         cu_seqlens = torch.arange(0, (B + 1) * T, T, dtype=torch.int32, device=query_BHTE.device)
         max_length = T
     assert max_length is not None
     query_NHE, key_NKE, value_NKE = (
-        t.transpose(1, 2).reshape(B * T, -1, E) for t in (query_BHTE, key_BKTE, value_BKTE)
+        t.transpose(1, 2).reshape(B * T, -1, E) for t in (query_BHTE, key_BKTE, value_BKTV)
     )
     grouped_heads: dict[str, Any] = _grouped_heads(H, key_BKTE.shape[1])
     out_NHE = varlen_attn(
@@ -211,12 +217,12 @@ def _varlen(
         cu_seqlens,
         max_length,
         max_length,
-        scale=scaling,
+        scale=E**-0.5 if scaling is None else scaling,
         window_size=(-1 if window is None else window - 1, 0),
         **grouped_heads,
     )
     assert isinstance(out_NHE, torch.Tensor)
-    return out_NHE.view(B, T, H, E).transpose(1, 2)
+    return out_NHE.view(B, T, H, E)[..., :V].transpose(1, 2)
 
 
 def _grouped_heads(num_heads: int, num_key_value_heads: int) -> dict[str, bool]:

@@ -8,6 +8,7 @@ unit, a tied head to the embedding's. This module reads structure; it computes n
 from __future__ import annotations
 
 import copy
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,28 +16,43 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from headrace.errors import ConfigError, ModelRefusedError
-from headrace.models import attention
+from headrace.errors import ConfigError, HeadraceError, ModelRefusedError
+from headrace.models import attention, experts
+from headrace.models.anatomy import Anatomy, beside, examine, find_base, find_layers
+from headrace.models.head import HeadProbe, LogitRule, find_rules
+from headrace.models.shrink import MAX_LAYERS, shrink
+from headrace.models.structure import covering_prefix
 from headrace.store.layout import UnitLayout, plan_unit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-# Verified against plain autograd, parameter by parameter, in tests/parity.
+# Proven against plain autograd, parameter by parameter, in tests/parity; others prove themselves
+# before they train (headrace.selftest).
 VERIFIED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+_anatomies: dict[str, Anatomy] = {}
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The modules of a causal LM by role, and their paths in its state dict."""
+    """The modules of a causal LM by role, and their paths in its state dict.
+
+    Attributes:
+        base: everything but the head.
+        embed_paths: modules of the base that run before the layers and have parameters.
+        layers: the decoder layers.
+        tail: modules between the last layer and the head, in order (the final norm).
+        head: the matrix that gives logits.
+    """
 
     base: nn.Module
     base_path: str
-    embed_path: str
+    embed_paths: tuple[str, ...]
     layers: nn.ModuleList
     layers_path: str
-    norm: nn.Module
-    norm_path: str
+    tail: tuple[nn.Module, ...]
+    tail_paths: tuple[str, ...]
     head: nn.Linear
     head_path: str
 
@@ -45,11 +61,13 @@ class ModelSpec:
     """Structure of one model: units, templates, names.
 
     Attributes:
-        config: the Hugging Face configuration.
+        config: the Hugging Face configuration (of the text part, if the model has others).
         model: the causal LM on the meta device.
         parts: its modules by role.
         units: layouts in order of use: embedding, layers, head.
         tied: the head's matrix is the embedding's.
+        before_head: what happens to the final hidden state before the head's matrix, or None.
+        logit_rule: what happens to logits after it.
     """
 
     def __init__(self, config: Any, *, trainable: Callable[[str], bool] | None = None) -> None:
@@ -60,25 +78,16 @@ class ModelSpec:
             trainable: says of a parameter name whether it is trained; all are by default.
 
         Raises:
-            ModelRefusedError: the family or a switch is not one the streamed step is exact for.
+            ModelRefusedError: the streamed step would not be exact for this class or a switch.
         """
-        from transformers import AutoModelForCausalLM  # noqa: PLC0415 - slow; only when needed
-
-        self.config = copy.deepcopy(config)
+        self.config = text_config(config)
         _refuse_switches(self.config)
-        attention.register()
-        with torch.device("meta"):
-            # A copy of its own: building another model from ``self.config`` would change the
-            # attention of this one.
-            self.model: nn.Module = AutoModelForCausalLM.from_config(
-                copy.deepcopy(self.config),
-                dtype=torch.float32,
-                attn_implementation=attention.IMPLEMENTATION,
-                trust_remote_code=False,
-            )
-        self.model.train()
-        self.parts = find_parts(self.model)
-        self.tied = self.parts.head.weight is self.model.get_input_embeddings().weight
+        self.model: nn.Module = build_model(self.config, device="meta")
+        self.parts = _find_parts(self.model, self.config)
+        embedding = self.model.get_input_embeddings()  # type: ignore[operator]
+        self.tied = self.parts.head.weight is embedding.weight
+        self._embedding = embedding
+        self.before_head, self.logit_rule = self._find_head_rules()
         self.units = self._plan_units(trainable or (lambda _: True))
 
     @classmethod
@@ -91,38 +100,62 @@ class ModelSpec:
         """Build the spec of a configuration object."""
         return cls(config)
 
+    def _find_head_rules(
+        self,
+    ) -> tuple[Callable[[torch.Tensor], torch.Tensor] | None, LogitRule]:
+        probe = HeadProbe(self.model, self.parts.base_path, self.parts.head_path)
+        return find_rules(
+            probe, self.config, hidden_size=self.hidden_size, vocab_size=self.vocab_size
+        )
+
     def _plan_units(self, trainable: Callable[[str], bool]) -> tuple[UnitLayout, ...]:
         parts = self.parts
         seen: set[int] = set()
 
-        def entries(module: nn.Module, path: str) -> list[tuple[str, str, tuple[int, ...], bool]]:
+        def entries(
+            module: nn.Module, path: str, local: str = ""
+        ) -> list[tuple[str, str, tuple[int, ...], bool]]:
             found = []
-            for local, parameter in module.named_parameters():
+            for name, parameter in module.named_parameters():
                 if id(parameter) in seen:
                     continue
                 seen.add(id(parameter))
-                name = f"{path}.{local}"
-                found.append((name, local, tuple(parameter.shape), trainable(name)))
+                full = f"{path}.{name}"
+                found.append((full, local + name, tuple(parameter.shape), trainable(full)))
             return found
 
-        embed = parts.base.get_submodule(parts.embed_path)
-        units = [plan_unit("embed", entries(embed, f"{parts.base_path}.{parts.embed_path}"))]
+        base = parts.base_path
+        layers, tail, head = [], [], []
+        # The token embedding first: a tied head is its, not the other way round.
+        embed = entries(self._embedding, self._path_of(self._embedding), self._embed_local)
         for i, layer in enumerate(parts.layers):
-            units.append(plan_unit(f"layers.{i}", entries(layer, f"{parts.layers_path}.{i}")))
-        norm = [
-            (n, f"norm.{local}", s, t) for n, local, s, t in entries(parts.norm, parts.norm_path)
-        ]
-        head = [
-            (n, f"head.{local}", s, t) for n, local, s, t in entries(parts.head, parts.head_path)
-        ]
-        units.append(plan_unit("head", norm + head))
+            layers.append(entries(layer, f"{base}.{parts.layers_path}.{i}"))
+        for number, (module, path) in enumerate(zip(parts.tail, parts.tail_paths, strict=True)):
+            tail += entries(module, f"{base}.{path}", f"tail.{number}.")
+        head = entries(parts.head, parts.head_path, "head.")
+        embed += entries(parts.base, base)
         rest = [name for name, p in self.model.named_parameters() if id(p) not in seen]
         if rest:
             raise ModelRefusedError(
-                f"{type(self.model).__name__} has parameters outside embedding, layers, final norm "
-                f"and head: {', '.join(rest[:3])}"
+                f"{type(self.model).__name__} has parameters outside its base model and its head: "
+                f"{', '.join(rest[:3])}"
             )
+        units = [plan_unit("embed", embed)]
+        units += [plan_unit(f"layers.{i}", entry) for i, entry in enumerate(layers)]
+        units.append(plan_unit("head", tail + head))
         return tuple(units)
+
+    def _path_of(self, wanted: nn.Module) -> str:
+        return next(path for path, module in self.model.named_modules() if module is wanted)
+
+    @property
+    def _embed_local(self) -> str:
+        return self._path_of(self._embedding).removeprefix(f"{self.parts.base_path}.") + "."
+
+    @property
+    def embedding_name(self) -> str:
+        """Local name of the token embedding's matrix in the embedding unit."""
+        return f"{self._embed_local}weight"
 
     @property
     def num_layers(self) -> int:
@@ -136,17 +169,35 @@ class ModelSpec:
 
     @property
     def hidden_size(self) -> int:
-        """Width of the residual stream."""
-        return int(self.config.hidden_size)
+        """Width of the head's input."""
+        return int(self.parts.head.weight.shape[1])
 
     @property
     def vocab_size(self) -> int:
         """Rows of the head's matrix."""
         return int(self.parts.head.weight.shape[0])
 
+    @property
+    def is_verified(self) -> bool:
+        """The class is one that the test suite proves, so that no self-test is due."""
+        return getattr(self.config, "model_type", None) in VERIFIED_FAMILIES
+
     def layer(self, index: int) -> nn.Module:
         """The template of a decoder layer."""
         return self.parts.layers[index]
+
+    def unit_modules(self, number: int) -> list[tuple[str, nn.Module]]:
+        """The modules whose parameters make up a unit, each with the prefix of their local names.
+
+        Parameters that a base model holds itself, outside any module, are not among them.
+        """
+        if 0 < number <= self.num_layers:
+            return [("", self.layer(number - 1))]
+        if number == 0:
+            base = self.parts.base
+            return [(f"{path}.", base.get_submodule(path)) for path in self.parts.embed_paths]
+        tail = [(f"tail.{i}.", module) for i, module in enumerate(self.parts.tail)]
+        return tail if self.tied else [*tail, ("head.", self.parts.head)]
 
     def parameter_names(self) -> Iterator[str]:
         """Names of all parameters, in order of units and offsets."""
@@ -179,56 +230,111 @@ def load_config(name_or_path: str, *, trust_remote_code: bool = False) -> Any:
         ) from error
 
 
-def find_parts(model: nn.Module) -> Parts:
-    """Find embedding, layers, final norm and head of a causal LM.
+def text_config(config: Any) -> Any:
+    """A copy of the part of a configuration that the causal LM is built from.
 
     Raises:
-        ModelRefusedError: one of them is missing or of an unknown kind.
+        ModelRefusedError: it is not that of a decoder-only model.
     """
-    base_path = getattr(model, "base_model_prefix", "")
-    base = getattr(model, base_path, None) if base_path else None
-    kind = type(model).__name__
-    if base is None:
-        raise ModelRefusedError(f"{kind} has no base model under {base_path!r}")
-    names = {id(module): name for name, module in base.named_modules()}
-    embed = model.get_input_embeddings()  # type: ignore[operator]
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    layers = getattr(base, "layers", None)
-    norm = getattr(base, "norm", None)
-    if not isinstance(layers, nn.ModuleList) or norm is None or id(embed) not in names:
+    if getattr(config, "is_encoder_decoder", False):
         raise ModelRefusedError(
-            f"{kind} is not laid out as embedding, 'layers' and a final 'norm'; found "
-            f"{', '.join(name for name, _ in base.named_children())}"
+            f"{config.model_type} is an encoder-decoder; headrace trains decoder-only models"
         )
-    if not isinstance(head, nn.Linear) or getattr(head, "bias", None) is not None:
-        raise ModelRefusedError(f"{kind} has a head that is not a linear layer without bias")
-    head_path = next(name for name, module in model.named_modules() if module is head)
+    text = config.get_text_config(decoder=True)
+    # A copy of its own: building another model from it would change the attention of this one.
+    return copy.deepcopy(text)
+
+
+def build_model(
+    config: Any, *, device: str, attention_name: str = attention.IMPLEMENTATION
+) -> nn.Module:
+    """The causal LM of a configuration with headrace's attention and experts, in float32.
+
+    Raises:
+        ModelRefusedError: transformers has no causal LM for it, or cannot build this one.
+    """
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415 - slow; only when needed
+
+    attention.register()
+    experts.register()
+    try:
+        with torch.device(device):
+            model: nn.Module = AutoModelForCausalLM.from_config(
+                copy.deepcopy(config),
+                dtype=torch.float32,
+                attn_implementation=attention_name,
+                experts_implementation=experts.IMPLEMENTATION,
+                trust_remote_code=False,
+            )
+    except (ValueError, TypeError, AttributeError, KeyError, RuntimeError, ImportError) as error:
+        raise ModelRefusedError(
+            f"transformers cannot build a causal LM from a {getattr(config, 'model_type', '?')!r} "
+            f"configuration: {_first_line(error)}"
+        ) from error
+    return model.train()
+
+
+def _find_parts(model: nn.Module, config: Any) -> Parts:
+    """Find embedding, layers, final norm and head of a causal LM, and check their contract.
+
+    Raises:
+        ModelRefusedError: one of them is missing, or the layers cannot be streamed.
+    """
+    base_path = find_base(model)
+    base = model.get_submodule(base_path)
+    layers = base.get_submodule(find_layers(base))
+    assert isinstance(layers, nn.ModuleList)
+    found = _anatomy(config, covering_prefix(layers, MAX_LAYERS))
+    head = model.get_submodule(found.head_path)
+    assert isinstance(head, nn.Linear)
+    embed_paths = tuple(
+        path
+        for path, module in beside(base, found.layers_path)
+        if path not in found.tail_paths and any(True for _ in module.parameters())
+    )
     return Parts(
         base=base,
         base_path=base_path,
-        embed_path=names[id(embed)],
+        embed_paths=embed_paths,
         layers=layers,
-        layers_path=f"{base_path}.layers",
-        norm=norm,
-        norm_path=f"{base_path}.norm",
+        layers_path=found.layers_path,
+        tail=tuple(base.get_submodule(path) for path in found.tail_paths),
+        tail_paths=found.tail_paths,
         head=head,
-        head_path=head_path,
+        head_path=found.head_path,
     )
 
 
-def _refuse_switches(config: Any) -> None:
-    family = getattr(config, "model_type", "?")
-    if family not in VERIFIED_FAMILIES:
-        raise ModelRefusedError(
-            f"model type {family!r} has not been verified; the streamed step is verified for "
-            f"{', '.join(VERIFIED_FAMILIES)}",
-            remedy="train one of these families",
-        )
-    for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop"):
-        value = getattr(config, name, 0.0) or 0.0
-        if value:
+def _anatomy(config: Any, num_layers: int) -> Anatomy:
+    """Examine a tiny twin, once for each configuration in a process."""
+    try:
+        tiny = shrink(config, num_layers)
+        key = f"{type(config).__qualname__} {json.dumps(tiny.to_dict(), default=str)}"
+        if key not in _anatomies:
+            with torch.random.fork_rng(devices=[]):
+                twin = build_model(tiny, device="cpu", attention_name=attention.EXAMINING)
+                _anatomies[key] = examine(twin)
+    except HeadraceError:
+        raise
+    except Exception as error:
+        if "'Pattern'" in str(error):
             raise ModelRefusedError(
-                f"{name} is {value}: dropout would differ between forward and recompute",
+                f"{type(config).__name__.removesuffix('Config')} reads its attention mask outside "
+                "the attention function, and headrace builds no masks"
+            ) from error
+        raise ModelRefusedError(
+            f"a tiny model of type {getattr(config, 'model_type', '?')!r} could not be run to "
+            f"examine it: {type(error).__name__}: {_first_line(error)}"
+        ) from error
+    return _anatomies[key]
+
+
+def _refuse_switches(config: Any) -> None:
+    for name, value in config.to_dict().items():
+        noisy = name.endswith(("dropout", "_pdrop", "dropout_prob", "jitter_noise", "layerdrop"))
+        if noisy and isinstance(value, (int, float)) and value:
+            raise ModelRefusedError(
+                f"{name} is {value}: randomness would differ between forward and recompute",
                 remedy=f"set {name} to 0 in config.json",
             )
     if getattr(config, "quantization_config", None):
@@ -236,3 +342,8 @@ def _refuse_switches(config: Any) -> None:
             "the weights are quantized, and full-parameter training needs plain ones",
             remedy="give the unquantized model",
         )
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else repr(error)

@@ -19,6 +19,10 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from headrace.models.anatomy import first_tensor
+from headrace.models.buffers import initial_buffers
+from headrace.models.structure import structure
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -35,7 +39,7 @@ def _layer_call(
     arguments: dict[str, Any],
 ) -> torch.Tensor:
     output = torch.func.functional_call(module, bound, (hidden_BTD,), arguments)
-    hidden: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    hidden: torch.Tensor = first_tensor(output)
     return hidden
 
 
@@ -53,13 +57,22 @@ class Templates:
         num_structures: how many different templates the layers need.
     """
 
-    def __init__(self, spec: ModelSpec, *, compile_layers: bool, backend: str = "inductor") -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        compile_layers: bool,
+        backend: str = "inductor",
+        device: torch.device | None = None,
+    ) -> None:
         self._modules: list[nn.Module] = []
         self._calls: list[_Calls] = []
+        self._buffers: list[dict[str, torch.Tensor]] = []
+        rule: Any = spec.model._init_weights  # noqa: SLF001 - the class's own rule has no public name
         by_structure: dict[Any, tuple[nn.Module, _Calls]] = {}
         for index in range(spec.num_layers):
             layer = spec.layer(index)
-            key = _structure(layer)
+            key = structure(layer)
             if key not in by_structure:
                 calls = _Calls(_layer_call, _layer_call)
                 if compile_layers:
@@ -68,6 +81,7 @@ class Templates:
             module, calls = by_structure[key]
             self._modules.append(module)
             self._calls.append(calls)
+            self._buffers.append(initial_buffers(layer, rule, device or torch.device("cpu")))
         self.num_structures = len(by_structure)
 
     def run(
@@ -79,13 +93,14 @@ class Templates:
         *,
         keep: bool,
     ) -> torch.Tensor:
-        """Call layer ``index`` with ``parameters`` (by local name) bound.
+        """Call layer ``index`` with ``parameters`` (by local name) bound, and its buffers.
 
         ``keep`` says that the graph will wait for its backward: it then saves less.
         """
         calls = self._calls[index]
         call = calls.kept if keep else calls.plain
-        return call(self._modules[index], dict(parameters), hidden_BTD, arguments)
+        bound = {**self._buffers[index], **parameters}
+        return call(self._modules[index], bound, hidden_BTD, arguments)
 
 
 def _selective_layer_call(
@@ -146,20 +161,3 @@ def _compiled(number: int, backend: str) -> _Calls:
     plain = _own_code(_layer_call, f"layer_structure_{number}")
     options: dict[str, Any] = {"fullgraph": True, "dynamic": False, "backend": backend}
     return _Calls(torch.compile(keep, **options), torch.compile(plain, **options))
-
-
-def _structure(layer: nn.Module) -> tuple[Any, ...]:
-    """What must agree for two layers to share a template."""
-    settings = []
-    for path, module in layer.named_modules():
-        plain = {
-            name: value
-            for name, value in vars(module).items()
-            if not name.startswith("_")
-            and name != "layer_idx"
-            and isinstance(value, (bool, int, float, str, type(None)))
-        }
-        settings.append((path, type(module).__qualname__, tuple(sorted(plain.items(), key=str))))
-    shapes = tuple((name, tuple(p.shape)) for name, p in layer.named_parameters())
-    buffers = tuple((name, tuple(b.shape), b.dtype) for name, b in layer.named_buffers())
-    return (tuple(settings), shapes, buffers)

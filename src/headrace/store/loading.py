@@ -67,8 +67,7 @@ def load_pretrained(
                 unit.set_master(param, reader.get(files[key], key))
         head = f"{spec.parts.head_path}.weight"
         if spec.tied and head in files and head not in used:
-            embedding = spec.units[0].params[0]
-            key = _find_key(embedding, files, spec)
+            key = _find_key(_embedding(spec), files, spec)
             _check_tied(
                 files[head].name, reader.get(files[key], key), reader.get(files[head], head)
             )
@@ -84,12 +83,17 @@ def _check_tied(file: str, embedding: torch.Tensor, head: torch.Tensor) -> None:
         )
 
 
+def _embedding(spec: ModelSpec) -> ParamSpec:
+    """The token embedding's matrix, which a tied head shares."""
+    return next(p for p in spec.units[0].params if p.local_name == spec.embedding_name)
+
+
 def _find_key(param: ParamSpec, files: dict[str, Path], spec: ModelSpec) -> str:
     candidates = [param.name]
     prefix = f"{spec.parts.base_path}."
     if param.name.startswith(prefix):  # a checkpoint of the base model alone
         candidates.append(param.name.removeprefix(prefix))
-    if spec.tied and param.name == spec.units[0].params[0].name:
+    if spec.tied and param.name == _embedding(spec).name:
         candidates.append(f"{spec.parts.head_path}.weight")
     for candidate in candidates:
         if candidate in files:
@@ -111,7 +115,7 @@ def _load_gguf(spec: ModelSpec, state: ModelState, folder: Path, gguf_file: str)
     tensors = dict(model.named_parameters())
     head = tensors.get(f"{spec.parts.head_path}.weight")
     if spec.tied and head is not None:  # transformers left it apart: it is another one
-        _check_tied(gguf_file, tensors[spec.units[0].params[0].name], head)
+        _check_tied(gguf_file, tensors[_embedding(spec).name], head)
     for layout, unit in zip(state.layouts, state.units, strict=True):
         for param in layout.params:
             if param.name not in tensors:
@@ -126,16 +130,11 @@ def initialise(spec: ModelSpec, state: ModelState, *, seed: int) -> None:
     Every unit draws from its own stream of ``seed``, so a unit's values do not depend on the
     others; memory peaks at one unit.
     """
-    modules: list[list[tuple[str, nn.Module]]] = [
-        [("", spec.parts.base.get_submodule(spec.parts.embed_path))]
-    ]
-    modules += [[("", layer)] for layer in spec.parts.layers]
-    modules.append([("norm.", spec.parts.norm), ("head.", spec.parts.head)])
     rule: Callable[[nn.Module], None] = spec.model._init_weights  # type: ignore[assignment]  # noqa: SLF001 - the class's own rule has no public name
     for number, (layout, unit) in enumerate(zip(state.layouts, state.units, strict=True)):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed * 1_000_003 + number)
-            values = dict(_initialised(modules[number], rule))
+            values = dict(_initialised(spec.unit_modules(number), rule))
         for param in layout.params:
             unit.set_master(param, values[param.local_name])
 

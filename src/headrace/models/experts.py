@@ -1,0 +1,185 @@
+"""Experts as grouped matrix products, registered with transformers as ``"headrace"``.
+
+Tokens are sorted by expert, so that each expert multiplies one stretch of rows. An expert without
+tokens has zero gradients. Every sum over a token's experts is taken in a fixed order.
+
+Shape legend: N tokens, K experts a token, S = N * K assignments, X experts, D hidden size, I and O
+input and output size of a product.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional as F  # noqa: N812 - its name everywhere
+
+if TYPE_CHECKING:
+    from torch import nn
+
+IMPLEMENTATION = "headrace"
+
+
+def register() -> None:
+    """Make ``experts_implementation="headrace"`` known to transformers; repeated calls are free."""
+    from transformers.integrations.moe import ExpertsInterface  # noqa: PLC0415 - slow
+
+    ExpertsInterface.register(IMPLEMENTATION, run_experts)
+
+
+def run_experts(
+    module: nn.Module,
+    hidden_ND: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    """The weighted sum of each token's experts, with transformers' signature.
+
+    Args:
+        module: holds ``gate_up_proj`` (or ``up_proj``) and ``down_proj`` of all experts.
+        hidden_ND: input.
+        top_k_index: ``(N, K)``, the experts of a token.
+        top_k_weights: ``(N, K)``, how each counts.
+
+    Returns:
+        ``(N, D)``.
+    """
+    settings: Any = module
+    num_tokens, top_k = top_k_index.shape
+    expert_S, order_S = torch.sort(top_k_index.reshape(-1), stable=True)
+    inverse_S = torch.argsort(order_S)
+    counts_X = torch.zeros(
+        settings.num_experts, dtype=torch.int32, device=hidden_ND.device
+    ).scatter_add_(0, expert_S, torch.ones_like(expert_S, dtype=torch.int32))
+    ends_X = counts_X.cumsum(0, dtype=torch.int32)
+    rows_SD = _Spread.apply(hidden_ND, order_S, inverse_S, top_k)
+
+    def product(rows: torch.Tensor, name: str) -> torch.Tensor:
+        weight = getattr(settings, name)
+        if not settings.is_transposed:
+            weight = weight.transpose(1, 2)
+        out = grouped_matmul(rows, weight, ends_X)
+        if settings.has_bias:
+            out = out + getattr(settings, f"{name}_bias")[expert_S]
+        return out
+
+    if settings.has_gate:
+        rows_SD = settings._apply_gate(product(rows_SD, "gate_up_proj"))  # noqa: SLF001 - the interface's name
+    else:
+        rows_SD = settings.act_fn(product(rows_SD, "up_proj"))
+    rows_SD = product(rows_SD, "down_proj")
+    if getattr(settings, "has_post_expert_norm", False):
+        rows_SD = settings.post_expert_norm(rows_SD)
+    weighted_SD = rows_SD * top_k_weights.reshape(-1)[order_S][:, None]
+    in_order_SD = _Permute.apply(weighted_SD, inverse_S, order_S)
+    return in_order_SD.view(num_tokens, top_k, -1).sum(dim=1).to(hidden_ND.dtype)
+
+
+class _Spread(torch.autograd.Function):
+    """Each token once for each of its experts, in the experts' order."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]  # the arguments are this function's own
+        ctx: Any, hidden_ND: torch.Tensor, order_S: torch.Tensor, inverse_S: torch.Tensor, top_k: int
+    ) -> torch.Tensor:
+        ctx.save_for_backward(inverse_S)
+        ctx.top_k = top_k
+        return hidden_ND[order_S // top_k]
+
+    @staticmethod
+    def backward(ctx: Any, grad_SD: torch.Tensor) -> Any:  # type: ignore[override]  # as above
+        (inverse_S,) = ctx.saved_tensors
+        by_token = grad_SD[inverse_S].view(-1, ctx.top_k, grad_SD.shape[1])
+        return by_token.sum(dim=1), None, None, None
+
+
+class _Permute(torch.autograd.Function):
+    """Rows in another order; the gradient is gathered, not scattered."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]  # the arguments are this function's own
+        ctx: Any, rows_SD: torch.Tensor, order_S: torch.Tensor, inverse_S: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(inverse_S)
+        return rows_SD[order_S]
+
+    @staticmethod
+    def backward(ctx: Any, grad_SD: torch.Tensor) -> Any:  # type: ignore[override]  # as above
+        (inverse_S,) = ctx.saved_tensors
+        return grad_SD[inverse_S], None, None
+
+
+def grouped_matmul(
+    rows_SI: torch.Tensor, weight_XIO: torch.Tensor, ends_X: torch.Tensor
+) -> torch.Tensor:
+    """Rows ``[ends[x - 1], ends[x])`` times the matrix of expert ``x``.
+
+    bfloat16 on CUDA takes torch's grouped kernel, everything else one product an expert.
+
+    Returns:
+        ``(S, O)``.
+    """
+    aligned = all(size % 8 == 0 for size in weight_XIO.shape[1:])  # strides of 16 bytes
+    if rows_SI.is_cuda and rows_SI.dtype == torch.bfloat16 and aligned:
+        return F.grouped_mm(rows_SI, weight_XIO.to(rows_SI.dtype), offs=ends_X)
+    out: torch.Tensor = torch.ops.headrace.grouped_matmul_v1(rows_SI, weight_XIO, ends_X)
+    return out
+
+
+# The version is part of the name: a compiled graph may outlive the code that made it.
+@torch.library.custom_op("headrace::grouped_matmul_v1", mutates_args=())
+def _grouped_matmul(
+    rows_SI: torch.Tensor, weight_XIO: torch.Tensor, ends_X: torch.Tensor
+) -> torch.Tensor:
+    out_SO = rows_SI.new_empty(rows_SI.shape[0], weight_XIO.shape[2])
+    for expert, (start, stop) in _stretches(ends_X):
+        torch.mm(rows_SI[start:stop], weight_XIO[expert], out=out_SO[start:stop])
+    return out_SO
+
+
+@torch.library.custom_op("headrace::grouped_matmul_backward_v1", mutates_args=())
+def _grouped_matmul_backward(
+    grad_SO: torch.Tensor, rows_SI: torch.Tensor, weight_XIO: torch.Tensor, ends_X: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    grad_SI = torch.empty_like(rows_SI)
+    grad_XIO = torch.zeros_like(weight_XIO)
+    for expert, (start, stop) in _stretches(ends_X):
+        torch.mm(grad_SO[start:stop], weight_XIO[expert].T, out=grad_SI[start:stop])
+        grad_XIO[expert] = rows_SI[start:stop].T @ grad_SO[start:stop]
+    return grad_SI, grad_XIO
+
+
+def _stretches(ends_X: torch.Tensor) -> list[tuple[int, tuple[int, int]]]:
+    start, found = 0, []
+    for expert, stop in enumerate(ends_X.tolist()):
+        if stop > start:
+            found.append((expert, (start, stop)))
+        start = stop
+    return found
+
+
+@_grouped_matmul.register_fake
+def _(rows_SI: torch.Tensor, weight_XIO: torch.Tensor, _ends: torch.Tensor) -> torch.Tensor:
+    return rows_SI.new_empty(rows_SI.shape[0], weight_XIO.shape[2])
+
+
+@_grouped_matmul_backward.register_fake
+def _(
+    _grad: torch.Tensor, rows_SI: torch.Tensor, weight_XIO: torch.Tensor, _ends: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(rows_SI), torch.empty_like(weight_XIO)
+
+
+def _save(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+    del output
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad_SO: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    grads = torch.ops.headrace.grouped_matmul_backward_v1(
+        grad_SO.contiguous(), *ctx.saved_tensors
+    )
+    return (*grads, None)
+
+
+_grouped_matmul.register_autograd(_backward, setup_context=_save)
