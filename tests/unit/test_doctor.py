@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+import tomllib
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +20,7 @@ from headrace.doctor.findings import Finding, render, summary
 from headrace.doctor.gpu import Card, check_cards, check_torch, check_transfers, list_cards
 from headrace.doctor.kernels import check_kernels
 from headrace.doctor.measure import Transfers
-from headrace.doctor.versions import FAULTS, check_versions, release
+from headrace.doctor.versions import EXTRAS, FAULTS, REQUIRED, check_versions, release
 from headrace.units import GIB
 
 V4 = "avx avx2 bmi1 bmi2 f16c fma movbe avx512f avx512bw avx512cd avx512dq avx512vl"
@@ -174,11 +177,9 @@ def test_slow_transfers_and_absent_backends():
 
 
 GOOD = {
-    **dict.fromkeys(
-        ("torch", "safetensors", "tokenizers", "numpy", "pydantic", "typer", "rich", "pyarrow",
-         "polars", "scikit-learn", "scipy", "matplotlib", "jinja2"), "2.13.0+cpu"),
+    **dict.fromkeys(REQUIRED, "2.13.0+cpu"),
     "transformers": "5.24.0",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
@@ -209,6 +210,19 @@ def test_missing_required_package_is_a_fault_and_missing_extra_is_not():
     extra = one(findings, "lora")
     assert extra.status == "missing"
     assert extra.remedy == "pip install 'headrace[lora]'"
+
+
+def test_doctor_knows_every_dependency_and_extra_of_the_project():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+
+    def names(requirements):
+        return {re.split(r"[<>=\[]", entry)[0] for entry in requirements}
+
+    assert set(REQUIRED) == names(project["dependencies"])
+    extras = project["optional-dependencies"]
+    assert {extra: set(needed) for extra, (needed, _) in EXTRAS.items()} == {
+        extra: names(listed) for extra, listed in extras.items() if extra != "dev"
+    }
 
 
 def test_local_and_development_versions_are_read():

