@@ -222,10 +222,9 @@ def test_eos_is_supervised_even_when_it_is_the_padding(tmp_path, tokenizer, sent
             following = torch.cat([inputs[1:], inputs[:1]])
             assert torch.equal(flat[supervised], following[supervised])
             ends = (flat == tokenizer.eos_token_id).nonzero().flatten()
-            for document in np.split(
-                np.where(supervised)[0], np.where(np.diff(np.where(supervised)[0]) > 1)[0] + 1
-            ):
-                seen.append(tokenizer.decode(flat[document].tolist()))
+            positions = np.where(supervised)[0]
+            runs = np.split(positions, np.where(np.diff(positions) > 1)[0] + 1)
+            seen += [tokenizer.decode(flat[run].tolist()) for run in runs]
             assert len(ends) > 0
         firsts = [tokenizer.decode(tokenizer(text)["input_ids"][:1]) for text in sentences]
         expected = [
