@@ -12,12 +12,13 @@ from datetime import date, datetime, time
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from headrace.corpus.checks.languages import LANGUAGES
 from headrace.corpus.cutoff import AvailabilityRule, Cutoff, parse_cutoff
 from headrace.corpus.instants import MICROSECONDS, time_zone
 from headrace.corpus.settings import Settings, apply_overrides, load_yaml, validate
-from headrace.corpus.source_config import SourceSettings
+from headrace.corpus.source_config import SourceSettings, whole_year
 from headrace.errors import ConfigError
 from headrace.units import parse_bytes, parse_count
 
@@ -70,6 +71,14 @@ class Languages(Settings):
     keep: tuple[str, ...] = ()
     action: Action = "warn"
     max_share: Share = 0.5
+
+    @field_validator("keep")
+    @classmethod
+    def _known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        unknown = sorted(set(value) - LANGUAGES)
+        if unknown:
+            raise ValueError(f"{', '.join(unknown)}: not among {', '.join(sorted(LANGUAGES))}")
+        return value
 
 
 class Boilerplate(Settings):
@@ -184,6 +193,28 @@ class CorpusConfig(Settings):
     @classmethod
     def _sized(cls, value: object) -> object:
         return parse_bytes(cast("str", value))
+
+    @field_validator("cutoff", mode="before")
+    @classmethod
+    def _year_is_no_timestamp(cls, value: object) -> object:
+        return str(value) if isinstance(value, int) else value
+
+    @field_validator("cutoffs", mode="before")
+    @classmethod
+    def _years_are_no_timestamps(cls, value: object) -> object:
+        if isinstance(value, Mapping):
+            return {
+                str(key): str(item) if isinstance(item, int) else item
+                for key, item in value.items()
+            }
+        if isinstance(value, (list, tuple)):
+            return [str(item) if isinstance(item, int) else item for item in value]
+        return value
+
+    @field_validator("not_before", "not_after", mode="before")
+    @classmethod
+    def _whole_years(cls, value: object, info: ValidationInfo) -> object:
+        return whole_year(value, last=info.field_name == "not_after")
 
     @field_validator("tokenizer", mode="before")
     @classmethod

@@ -198,6 +198,8 @@ class Dater:
             return None  # a side note that cannot be read says nothing, and decides nothing
 
     def _check_range(self, instant: Instant) -> None:
+        if instant.latest_us == 0 and instant.precision == "second":
+            raise InstantError("unset_clock", "1970-01-01T00:00:00Z, the zero of computer clocks")
         if instant.latest_us < self._not_before_us:
             raise InstantError(
                 "before_range",

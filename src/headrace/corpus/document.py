@@ -27,6 +27,7 @@ BAD_REASONS: Mapping[str, str] = {
     "undated": "no field of the declared rule is present",
     "unparseable_date": "a date field is present and is not an instant",
     "ambiguous_date": "a date can be read in more than one way (03/04/2016, a bare number)",
+    "unset_clock": "the date is 1970-01-01T00:00:00Z, what a clock shows that was never set",
     "before_range": "the date is before not_before",
     "future_date": "the date is after not_after, or after the day of the build",
     "contradictory_times": "the document was collected before it was available",

@@ -210,7 +210,7 @@ def make_plan(config: CorpusConfig, work: Path) -> Plan:
     for source in config.sources:
         rule = rule_for(config, source)
         Dater(rule, horizon_us=cutoffs[-1].instant_us)  # refuses unknown calendars
-        inputs = [hashes.describe(name, path) for name, path in listed[source.name]]
+        inputs = hashes.describe_all(listed[source.name])
         files[source.name] = inputs
         settings_key = hash_of(
             [
@@ -241,7 +241,7 @@ def _list_inputs(
     config: CorpusConfig, source: SourceSettings, work: Path
 ) -> list[tuple[str, Path]]:
     if not isinstance(source, HfDatasetSource) or source.dataset is None:
-        return list_files(source)
+        return list_files(source, excluded=(Path(config.output_dir), work))
     context = ReadContext.for_rule(rule_for(config, source), config.max_document_bytes)
     folder = spool(source, wanted_fields(source, context), work / "spool")
     return [(path.name, path) for path in sorted(folder.glob("part-*.parquet"))]

@@ -188,7 +188,7 @@ class DocumentNames:
         """Nothing is read yet."""
         self._units = units
         self._duplicates = duplicates
-        self._load = functools.lru_cache(maxsize=32)(self._names)
+        self._load = functools.lru_cache(maxsize=8)(self._names)
 
     def find(self, ordinal: int) -> dict[str, Any]:
         """Source, id, file and position of one index row."""

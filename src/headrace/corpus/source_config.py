@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import date, time
 from typing import ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from headrace.corpus.instants import time_zone
 from headrace.corpus.settings import Settings
@@ -86,6 +86,13 @@ class Availability(Settings):
         return self
 
 
+def whole_year(value: object, *, last: bool) -> object:
+    """A bare year as its first or last day; pydantic would take it for seconds since 1970."""
+    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 9998:
+        return date(value, 12, 31) if last else date(value, 1, 1)
+    return value
+
+
 class BaseSource(Settings):
     """Keys that every source has."""
 
@@ -102,6 +109,11 @@ class BaseSource(Settings):
     revisions: Literal["reject", "keep"] = "reject"  # an id that comes again with other text
 
     default_pattern: ClassVar[str] = "**/*"
+
+    @field_validator("not_before", "not_after", mode="before")
+    @classmethod
+    def _whole_years(cls, value: object, info: ValidationInfo) -> object:
+        return whole_year(value, last=info.field_name == "not_after")
 
     @field_validator("path", "encodings", mode="before")
     @classmethod

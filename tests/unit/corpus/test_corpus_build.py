@@ -414,8 +414,38 @@ def test_settings_are_refused_before_any_work(build: Any, dated: Path, tmp_path:
         build({**source, "type": "jsnl"})
     with pytest.raises(ConfigError, match="after needs a calendar"):
         build({**source, "available_at": {"field": "date", "after": "17:30"}})
+    with pytest.raises(ConfigError, match="english: not among"):
+        build(source, checks={"languages": {"keep": ["english"]}})
     with pytest.raises(ConfigError, match="names must differ"):
         build({**source, "name": "x"}, {**source, "name": "x"})
+
+
+def test_a_bare_year_is_a_year_and_no_timestamp(build: Any, dated: Path) -> None:
+    manifest = build({"path": str(dated), "not_before": 2011}, cutoff=2012, max_bad_share=1)
+    assert manifest.cutoff == "2012-12-31T23:59:59.999999Z"
+    assert manifest.data["histogram"][0]["month"] == "2011-01"
+    several = build({"path": str(dated)}, cutoffs=[2011, 2012], output="several")
+    assert [v.data["cutoff_given"] for v in several.vintages] == ["2011", "2012"]
+
+
+def test_a_build_does_not_read_what_it_writes(
+    build: Any, tmp_path: Path, write_jsonl: Any, prose: Any
+) -> None:
+    rows = [{"id": i, "text": prose(i), "date": "2014-01-01"} for i in range(5)]
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    source = {"path": str(tmp_path), "pattern": "**/*"}
+    first = tree(build(source).path)
+    assert tree(build(source).path) == first
+
+
+def test_file_names_that_are_no_text_are_escaped(
+    build: Any, tmp_path: Path, write_jsonl: Any, prose: Any
+) -> None:
+    rows = [{"text": prose(i), "date": "2014-01-01"} for i in range(3)]
+    path = write_jsonl(tmp_path / "in" / "a.jsonl", [*rows, b"{"])
+    path.rename(os.fsdecode(os.fsencode(path.parent) + b"/caf\xe9.jsonl"))
+    manifest = build({"path": str(tmp_path / "in")}, max_bad_share=1)
+    assert rejected(manifest)[0]["file"] == "caf\\xe9.jsonl"
 
 
 def test_only_a_corpus_is_replaced(build: Any, dated: Path, tmp_path: Path) -> None:

@@ -79,6 +79,12 @@ def test_range_limits() -> None:
     assert reason({"date": "2020-01-02"}, not_after=date(2020, 1, 1)) == "future_date"
 
 
+def test_a_clock_that_was_never_set_is_refused() -> None:
+    assert reason({"date": "1970-01-01T00:00:00Z"}) == "unset_clock"
+    assert reason({"date": 0}, format="unix") == "unset_clock"
+    assert available({"date": "1970-01-01"}) is not None
+
+
 def test_a_document_collected_before_it_was_available_has_a_wrong_clock() -> None:
     values = {"date": "2017-06-30T12:00:00Z", "collected_at": "2016-01-01T00:00:00Z"}
     assert reason(values) == "contradictory_times"

@@ -89,6 +89,10 @@ _SCRIPTS = (
     (0x4E00, 0x9FFF, "zh"),
     (0xAC00, 0xD7AF, "ko"),
 )
+LANGUAGES = frozenset(
+    {*_FUNCTION_WORDS, "und", "ru", "uk", *(name for _, _, name in _SCRIPTS if name != "cyrillic")}
+)
+"""Every answer that a guess can be."""
 _UKRAINIAN = frozenset("іїєґІЇЄҐ")
 
 

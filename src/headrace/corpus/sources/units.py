@@ -14,6 +14,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +24,7 @@ from headrace.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from headrace.corpus.source_config import BaseSource
 
-UNIT_BYTES = 64 << 20
+UNIT_BYTES = 32 << 20
 _BATCH_BYTES = 8 << 20
 _HASH_BYTES = 4 << 20
 
@@ -110,8 +111,12 @@ def resolve_path(given: str) -> Path:
     return path
 
 
-def list_files(source: BaseSource) -> list[tuple[str, Path]]:
+def list_files(source: BaseSource, *, excluded: Iterable[Path] = ()) -> list[tuple[str, Path]]:
     """Files of a source as (name, path), sorted by name; no file is listed twice.
+
+    Args:
+        source: its paths and pattern.
+        excluded: folders that are passed over: a build does not read what it writes.
 
     Raises:
         ConfigError: a path does not exist.
@@ -120,10 +125,11 @@ def list_files(source: BaseSource) -> list[tuple[str, Path]]:
     pattern = glob_expression(source.pattern or source.default_pattern)
     found: dict[str, Path] = {}
     seen: set[Path] = set()
+    closed = {path.resolve() for path in excluded}
     for given in source.path:
         root = resolve_path(given)
         candidates: Iterable[tuple[str, Path]] = (
-            [(root.name, root)] if root.is_file() else _walk(root, pattern)
+            [(_readable(root.name), root)] if root.is_file() else _walk(root, pattern, closed)
         )
         for name, path in candidates:
             real = path.resolve()
@@ -142,14 +148,23 @@ def list_files(source: BaseSource) -> list[tuple[str, Path]]:
     return sorted(found.items())
 
 
-def _walk(root: Path, pattern: re.Pattern[str]) -> Iterator[tuple[str, Path]]:
+def _walk(root: Path, pattern: re.Pattern[str], closed: set[Path]) -> Iterator[tuple[str, Path]]:
     for folder, names, files in os.walk(root, followlinks=False):
-        names[:] = sorted(name for name in names if not name.startswith("."))
+        names[:] = sorted(
+            name
+            for name in names
+            if not name.startswith(".") and Path(folder, name).resolve() not in closed
+        )
         for file in sorted(files):
             path = Path(folder, file)
             name = path.relative_to(root).as_posix()
             if not file.startswith(".") and pattern.fullmatch(name):
-                yield name, path
+                yield _readable(name), path
+
+
+def _readable(name: str) -> str:
+    """A file name as text: bytes that are no UTF-8 are escaped."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
 class FileHashes:
@@ -170,8 +185,30 @@ class FileHashes:
         if isinstance(loaded, dict):
             self._known = loaded
 
+    def describe_all(self, files: Iterable[tuple[str, Path]]) -> list[InputFile]:
+        """All files with their hashes, in order; hashing leaves the interpreter's lock.
+
+        Raises:
+            DataError: a file cannot be read.
+        """
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            return list(pool.map(lambda item: self.describe(*item), files))
+
     def describe(self, name: str, path: Path) -> InputFile:
-        """The file with its hash."""
+        """The file with its hash.
+
+        Raises:
+            DataError: it cannot be read.
+        """
+        try:
+            return self._describe(name, path)
+        except OSError as error:
+            raise DataError(
+                f"input file {path} cannot be read: {error}",
+                remedy="give read permission, or leave the file out with pattern",
+            ) from error
+
+    def _describe(self, name: str, path: Path) -> InputFile:
         status = path.stat()
         stamp: list[int | str] = [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
         key = str(path.resolve())

