@@ -89,7 +89,7 @@ def test_placement_of_more_units_than_there_are():
 def test_placement_must_be_that_of_the_state():
     spec, state = placed(tiny_config(tied=True), "float32", 2)
     with pytest.raises(ConfigError, match="allocated with 2 units"):
-        Engine(spec, state, config=EngineConfig())
+        Engine(spec, state, config=EngineConfig(device_units=1))
 
 
 def test_resident_layers_are_never_sent():

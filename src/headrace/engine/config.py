@@ -18,9 +18,10 @@ class EngineConfig:
     Attributes:
         activations: what a layer leaves for its backward: ``"keep"`` its graph, or
             ``"recompute"`` it from the layer's input.
-        recompute_layers: with ``"keep"``, how many layers, from the first, recompute all the same.
+        recompute_layers: with ``"keep"``, how many layers, from the first, recompute all the same;
+            None lets the trainer choose by what fits (on the CPU none).
         device_units: how many units, from the embedding on, have weights, moments and gradient on
-            the device instead of in host memory.
+            the device instead of in host memory; None lets the trainer choose (on the CPU none).
         micro_batches_per_wave: micro-batches that pass through a layer before the next layer is
             sent; None puts the whole step in one wave. Several waves accumulate gradients of all
             units in float32 on the device.
@@ -43,8 +44,8 @@ class EngineConfig:
     """
 
     activations: Literal["keep", "recompute"] = "keep"
-    recompute_layers: int = 0
-    device_units: int = 0
+    recompute_layers: int | None = None
+    device_units: int | None = None
     micro_batches_per_wave: int | None = None
     weight_slots: int = 3
     gradient_slots: int = 2
@@ -67,8 +68,8 @@ class EngineConfig:
             "gradient_slots": (self.gradient_slots, 1),
             "loss_chunk_tokens": (self.loss_chunk_tokens, 1),
             "chunk_bytes": (self.chunk_bytes, 4096),
-            "recompute_layers": (self.recompute_layers, 0),
-            "device_units": (self.device_units, 0),
+            "recompute_layers": (self.recompute_layers or 0, 0),
+            "device_units": (self.device_units or 0, 0),
         }
         for name, (value, least) in limits.items():
             if value < least:

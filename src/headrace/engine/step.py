@@ -100,8 +100,8 @@ class Engine:
         self.spec = spec
         self.state = state
         self.device = _indexed(torch.device(device))
-        self.config = config or EngineConfig(device_units=state.device_units)
-        if self.config.device_units != state.device_units:
+        self.config = config or EngineConfig()
+        if self.config.device_units not in (None, state.device_units):
             raise ConfigError(
                 f"engine.device_units is {self.config.device_units}, but the state was allocated "
                 f"with {state.device_units} units on the device"
@@ -370,7 +370,7 @@ class Engine:
         hidden: list[torch.Tensor],
         arguments: list[list[LayerArguments]],
     ) -> list[list[LayerRecord]]:
-        keep_from = self.config.recompute_layers
+        keep_from = self.config.recompute_layers or 0
         if self.config.activations == "recompute":
             keep_from = self.spec.num_layers
         records: list[list[LayerRecord]] = []

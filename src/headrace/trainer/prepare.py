@@ -20,6 +20,7 @@ from headrace.store.state import ModelState
 from headrace.trainer import preflight
 from headrace.trainer.loop import LoopSettings
 from headrace.trainer.metrics import Meter
+from headrace.trainer.place import place
 from headrace.trainer.resume import (
     Progress,
     RunLock,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from headrace.engine.config import EngineConfig
     from headrace.trainer.config import TrainConfig
 
     Say = Callable[[str], None]
@@ -51,6 +53,7 @@ class Prepared:
     Attributes:
         config: the checked configuration.
         device: where compute runs.
+        engine: the engine's settings, placement decided.
         tokenizer: or ``None``.
         spec: the model's structure.
         state: its weights and moments, filled.
@@ -65,6 +68,7 @@ class Prepared:
 
     config: TrainConfig
     device: torch.device
+    engine: EngineConfig
     tokenizer: Any
     spec: ModelSpec
     state: ModelState
@@ -98,7 +102,8 @@ def prepare(config: TrainConfig, stack: ExitStack, say: Say) -> Prepared:
     checkpoint = choose_checkpoint(config)
     saved = None if checkpoint is None else read_progress(checkpoint)
     first_step = saved.step if saved else 0
-    state = _allocate(config, spec, device, stack, say)
+    engine = place(config, spec, device, say)
+    state = _allocate(config, spec, device, engine, stack=stack, say=say)
     preflight.check_disk(
         config, checkpoint_bytes=state.state_bytes, num_saves=1, first_step=first_step
     )
@@ -124,6 +129,7 @@ def prepare(config: TrainConfig, stack: ExitStack, say: Say) -> Prepared:
     return Prepared(
         config=config,
         device=device,
+        engine=engine,
         tokenizer=tokenizer,
         spec=spec,
         state=state,
@@ -172,10 +178,16 @@ def _num_saves(settings: LoopSettings, steps_per_epoch: int, first_step: int) ->
 
 
 def _allocate(
-    config: TrainConfig, spec: ModelSpec, device: torch.device, stack: ExitStack, say: Say
+    config: TrainConfig,
+    spec: ModelSpec,
+    device: torch.device,
+    engine: EngineConfig,
+    *,
+    stack: ExitStack,
+    say: Say,
 ) -> ModelState:
     state = ModelState(
-        spec.units, config.dtype, device=device, device_units=config.engine.device_units
+        spec.units, config.dtype, device=device, device_units=engine.device_units or 0
     )
     stack.callback(state.close)
     say(

@@ -140,7 +140,7 @@ class _Session:
                 prepared.spec,
                 prepared.state,
                 device=prepared.device,
-                config=config.engine,
+                config=prepared.engine,
                 optimizer=config.adamw(),
             )
         )

@@ -1,0 +1,1 @@
+"""Placement: what a step needs, how long it takes, and which settings make it shortest."""

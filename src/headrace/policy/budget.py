@@ -1,0 +1,173 @@
+"""Device and host bytes of a step, before anything is allocated.
+
+Counts what the engine allocates (slots, accumulators, resident state) and what a step holds at its
+peak, the end of forward, when the activations of a wave, the head's chunk and a layer's temporaries
+exist together. Pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from headrace.units import format_bytes
+
+if TYPE_CHECKING:
+    from headrace.engine.config import EngineConfig
+    from headrace.models.spec import ModelSpec
+    from headrace.store.layout import UnitLayout
+    from headrace.store.state import StateDtype
+
+_BF16, _FP32 = 2, 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """The tokens of a step.
+
+    Attributes:
+        tokens: positions of one micro-batch.
+        micro_batches: micro-batches of a step.
+        sequence_length: tokens that attend to each other at most.
+    """
+
+    tokens: int
+    micro_batches: int
+    sequence_length: int
+
+    def per_wave(self, config: EngineConfig) -> int:
+        """Micro-batches of the largest wave."""
+        return min(config.micro_batches_per_wave or self.micro_batches, self.micro_batches)
+
+    def num_waves(self, config: EngineConfig) -> int:
+        """Waves of a step."""
+        return -(-self.micro_batches // self.per_wave(config))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """Bytes by kind.
+
+    Attributes:
+        device: on the compute device.
+        host: in host memory.
+    """
+
+    device: dict[str, int]
+    host: dict[str, int]
+
+    @property
+    def device_bytes(self) -> int:
+        """All device bytes."""
+        return sum(self.device.values())
+
+    @property
+    def host_bytes(self) -> int:
+        """All host bytes."""
+        return sum(self.host.values())
+
+    def explain(self, where: str) -> str:
+        """The arithmetic of ``"device"`` or ``"host"`` in one line."""
+        items = self.device if where == "device" else self.host
+        total = sum(items.values())
+        terms = " + ".join(f"{name} {format_bytes(size)}" for name, size in items.items() if size)
+        return f"{terms or 'nothing'} = {format_bytes(total)}"
+
+
+def step_budget(
+    spec: ModelSpec,
+    config: EngineConfig,
+    dtype: StateDtype,
+    workload: Workload,
+    *,
+    cpu: bool = False,
+) -> Budget:
+    """What a run with these settings needs on a CUDA device and its host.
+
+    On the CPU (``cpu``) device and host are one memory, compute is float32, and the figure is a
+    lower bound: layers that are not compiled keep more than their dearest results.
+
+    Args:
+        spec: the model.
+        config: with ``device_units`` and ``recompute_layers`` chosen.
+        dtype: of the state.
+        workload: the tokens of a step.
+        cpu: the model runs on the host.
+    """
+    layouts = spec.units
+    resident = layouts[: config.device_units or 0]
+    streamed = layouts[len(resident) :]
+    compute = _BF16 if dtype == "bfloat16" and not cpu else _FP32
+    returned = _FP32 if config.gradient_dtype == "float32" or dtype == "float32" else _BF16
+    device = {
+        "state on the device": sum(_state_bytes(layout, dtype) for layout in resident),
+        "gradients kept on the device": sum(returned * u.num_trainable for u in resident),
+        "weight slots": compute * _slot_elements(layouts, len(resident), config),
+        "gradient accumulators": _FP32 * _accumulator_elements(layouts, config, workload),
+        "activations": _activation_bytes(spec, config, workload, compute),
+        "temporaries": _temporary_bytes(spec, config, workload, compute, cpu=cpu),
+    }
+    host = {
+        "state": sum(_state_bytes(layout, dtype) for layout in streamed),
+        "returned gradients": sum(returned * layout.num_trainable for layout in streamed),
+    }
+    return Budget(device=device, host=host)
+
+
+def kept_elements_per_token(spec: ModelSpec, layer: UnitLayout) -> int:
+    """What a kept layer saves a token: its input, matmul results and the attention result.
+
+    The result of the last matrix (the one that is added to the residual) is not read by backward.
+    """
+    outputs = sum(param.shape[0] for param in layer.params if len(param.shape) >= 2)
+    config = spec.config
+    head_size = getattr(config, "head_dim", None) or spec.hidden_size // config.num_attention_heads
+    return outputs + int(config.num_attention_heads * head_size)
+
+
+def _state_bytes(layout: UnitLayout, dtype: StateDtype) -> int:
+    weights = _BF16 if dtype == "bfloat16" else _FP32
+    return weights * layout.size + (12 - weights) * layout.num_trainable
+
+
+def _slot_elements(layouts: tuple[UnitLayout, ...], num_resident: int, config: EngineConfig) -> int:
+    streamed_layers = [layout for i, layout in enumerate(layouts[1:-1], 1) if i >= num_resident]
+    num_slots = min(config.weight_slots, len(streamed_layers) + 1) if streamed_layers else 0
+    elements = num_slots * max((layout.size for layout in streamed_layers), default=0)
+    elements += 0 if num_resident > 0 else layouts[0].size
+    return elements + (0 if num_resident >= len(layouts) else layouts[-1].size)
+
+
+def _accumulator_elements(
+    layouts: tuple[UnitLayout, ...], config: EngineConfig, workload: Workload
+) -> int:
+    layers = layouts[1:-1]
+    largest = max(layout.num_trainable for layout in layers)
+    one_wave = workload.num_waves(config) == 1
+    count = min(config.gradient_slots, len(layers)) if one_wave else len(layers)
+    return layouts[0].num_trainable + layouts[-1].num_trainable + count * largest
+
+
+def _activation_bytes(
+    spec: ModelSpec, config: EngineConfig, workload: Workload, compute: int
+) -> int:
+    layers = spec.units[1:-1]
+    recomputed = len(layers) if config.activations == "recompute" else config.recompute_layers or 0
+    tokens = workload.tokens * workload.per_wave(config)
+    kept = sum(kept_elements_per_token(spec, layer) for layer in layers[recomputed:])
+    inputs = min(recomputed, len(layers)) * spec.hidden_size
+    # The wave's hidden state and its gradient.
+    return compute * tokens * (kept + inputs + 2 * spec.hidden_size)
+
+
+def _temporary_bytes(
+    spec: ModelSpec, config: EngineConfig, workload: Workload, compute: int, *, cpu: bool
+) -> int:
+    chunk = min(config.loss_chunk_tokens, workload.tokens)
+    matrix = 0 if cpu else spec.vocab_size * spec.hidden_size  # the CPU adds in place
+    head = 2 * compute * chunk * spec.vocab_size + _FP32 * matrix
+    head += 2 * compute * workload.tokens * spec.hidden_size
+    layer = max(spec.units[1:-1], key=lambda unit: unit.size)
+    outputs = kept_elements_per_token(spec, layer)
+    backward = compute * (2 * workload.tokens * outputs + layer.num_trainable)
+    return max(head, backward)

@@ -1,0 +1,104 @@
+"""How long a step takes: an analytic model of the lanes.
+
+Forward walks over the units; a unit may start when its weights are there, and a streamed unit's
+weights are sent only after the host has updated it (``deferred`` clipping, the slower case). What
+compute then waits for is exposed. Backward needs each streamed unit once more and returns its
+gradient. Pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from headrace.models.flops import flops_per_token, matmul_parameters
+
+if TYPE_CHECKING:
+    from headrace.engine.config import EngineConfig
+    from headrace.models.spec import ModelSpec
+    from headrace.policy.budget import Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Speeds of a machine.
+
+    Attributes:
+        flops: model FLOPs a second that compute reaches inside a layer.
+        h2d_bytes: bytes a second to the device.
+        d2h_bytes: bytes a second to the host.
+        update_parameters: parameters a second that the host updates while DMA runs.
+        device_update_parameters: parameters a second that the device updates.
+    """
+
+    flops: float
+    h2d_bytes: float
+    d2h_bytes: float
+    update_parameters: float
+    device_update_parameters: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """A predicted step.
+
+    Attributes:
+        seconds: of the whole step.
+        compute: forward, backward and recompute.
+        exposed: waiting, by lane.
+    """
+
+    seconds: float
+    compute: float
+    exposed: dict[str, float]
+
+    @property
+    def binding(self) -> str:
+        """What to make faster first: the lane that compute waits for most, or compute."""
+        lane = max(self.exposed, key=lambda name: self.exposed[name])
+        return lane if self.exposed[lane] > 0.02 * self.seconds else "compute"
+
+
+def predict_step(
+    spec: ModelSpec, config: EngineConfig, workload: Workload, rates: Rates
+) -> StepTime:
+    """Predict a step with bf16 weights on a CUDA device.
+
+    Args:
+        spec: the model.
+        config: with ``device_units`` and ``recompute_layers`` chosen.
+        workload: the tokens of a step.
+        rates: the machine's speeds.
+    """
+    layouts = spec.units
+    num_resident = config.device_units or 0
+    tokens = workload.tokens * workload.micro_batches
+    total_flops = tokens * flops_per_token(spec, workload.sequence_length)
+    head_share = spec.vocab_size * spec.hidden_size / matmul_parameters(spec)
+    layer_forward = total_flops * (1 - head_share) / 3 / rates.flops / spec.num_layers
+    head = total_flops * head_share / rates.flops  # forward and backward in one pass
+    recomputed = config.recompute_layers or 0
+    if config.activations == "recompute":
+        recomputed = spec.num_layers
+    waves = workload.num_waves(config)
+
+    clock = updated = sent = waited_update = waited_h2d = 0.0
+    for index, layout in enumerate(layouts):
+        if index >= num_resident:
+            updated += layout.num_trainable / rates.update_parameters
+            waited_update += max(0.0, updated - clock)
+            clock = max(clock, updated)
+            sent = max(sent, updated) + 2 * layout.size / rates.h2d_bytes
+            waited_h2d += max(0.0, sent - clock)
+            clock = max(clock, sent)
+        if 0 < index < len(layouts) - 1:
+            clock += layer_forward
+    backward = 2 * spec.num_layers * layer_forward + recomputed * layer_forward
+    moved = sum(layout.size for layout in layouts[max(1, num_resident) : -1])
+    waited_h2d += max(0.0, 2 * moved * waves / rates.h2d_bytes - backward)
+    waited_d2h = max(0.0, 2 * moved / rates.d2h_bytes - backward)
+    resident = sum(layout.num_trainable for layout in layouts[:num_resident])
+    compute = 3 * spec.num_layers * layer_forward + recomputed * layer_forward + head
+    compute += resident / rates.device_update_parameters
+    exposed = {"update": waited_update, "h2d": waited_h2d, "d2h": waited_d2h}
+    return StepTime(seconds=compute + sum(exposed.values()), compute=compute, exposed=exposed)

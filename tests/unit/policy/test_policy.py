@@ -1,0 +1,140 @@
+"""Predicted bytes and times against what was measured, and the choice between placements."""
+
+import pytest
+from transformers import Qwen3Config
+
+from headrace.engine import EngineConfig
+from headrace.errors import CapacityError
+from headrace.models.spec import ModelSpec
+from headrace.policy.budget import Workload, step_budget
+from headrace.policy.search import choose
+from headrace.policy.steptime import Rates, predict_step
+from headrace.units import GIB
+
+# One H200 with 16 Xeon cores (docs/performance.md).
+RATES = Rates(
+    flops=580e12, h2d_bytes=40e9, d2h_bytes=40e9, update_parameters=3.3e9,
+    device_update_parameters=100e9,
+)  # fmt: skip
+WORKLOAD = Workload(tokens=8 * 4096, micro_batches=1, sequence_length=4096)
+
+
+def qwen3(*, layers=36, **sizes):
+    return ModelSpec(
+        Qwen3Config(
+            num_hidden_layers=layers,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            head_dim=128,
+            vocab_size=151936,
+            max_position_embeddings=32768,
+            **sizes,
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def qwen3_8b():
+    return qwen3(hidden_size=4096, intermediate_size=12288, tie_word_embeddings=False)
+
+
+@pytest.fixture(scope="module")
+def qwen3_4b():
+    return qwen3(hidden_size=2560, intermediate_size=9728, tie_word_embeddings=True)
+
+
+def settings(**kwargs):
+    return EngineConfig(loss_chunk_tokens=4096, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("model", "device_units", "recompute_layers", "measured_gib"),
+    [
+        ("qwen3_8b", 0, 0, 110.33),
+        ("qwen3_8b", 21, 16, 129.53),
+        ("qwen3_4b", 38, 12, 112.40),
+    ],
+)
+def test_budget_is_within_three_percent_of_measured_peaks(
+    request, model, device_units, recompute_layers, measured_gib
+):
+    spec = request.getfixturevalue(model)
+    config = settings(device_units=device_units, recompute_layers=recompute_layers)
+    predicted = step_budget(spec, config, "bfloat16", WORKLOAD).device_bytes / GIB
+    assert predicted == pytest.approx(measured_gib, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("model", "device_units", "recompute_layers", "measured_seconds"),
+    [("qwen3_8b", 0, 0, 4.53), ("qwen3_8b", 21, 16, 3.43), ("qwen3_4b", 38, 12, 1.82)],
+)
+def test_predicted_step_is_within_a_tenth_of_measured(
+    request, model, device_units, recompute_layers, measured_seconds
+):
+    spec = request.getfixturevalue(model)
+    config = settings(device_units=device_units, recompute_layers=recompute_layers)
+    assert predict_step(spec, config, WORKLOAD, RATES).seconds == pytest.approx(
+        measured_seconds, rel=0.1
+    )
+
+
+def test_budget_counts_host_state_at_fourteen_bytes(qwen3_8b):
+    budget = step_budget(qwen3_8b, settings(device_units=0), "bfloat16", WORKLOAD)
+    assert budget.host_bytes == pytest.approx(14 * qwen3_8b.num_parameters, rel=1e-4)
+    everything = step_budget(qwen3_8b, settings(device_units=38), "bfloat16", WORKLOAD)
+    assert everything.host_bytes == 0
+
+
+def test_budget_shrinks_with_waves(qwen3_8b):
+    workload = Workload(tokens=4096, micro_batches=8, sequence_length=4096)
+    one = step_budget(qwen3_8b, settings(), "bfloat16", workload)
+    many = step_budget(qwen3_8b, settings(micro_batches_per_wave=2), "bfloat16", workload)
+    assert many.device["activations"] == one.device["activations"] // 4
+    assert many.device["gradient accumulators"] > one.device["gradient accumulators"]
+
+
+def chosen(spec, **kwargs):
+    arguments = {"device_bytes": 139 * GIB, "host_bytes": 118 * GIB, "rates": RATES}
+    config = kwargs.pop("config", settings())
+    return choose(spec, config, "bfloat16", WORKLOAD, **(arguments | kwargs))
+
+
+def test_choice_is_faster_than_both_ends_and_fits(qwen3_8b):
+    choice = chosen(qwen3_8b)
+    assert choice.budget.device_bytes < 139 * GIB
+    assert choice.budget.host_bytes < 118 * GIB
+    streamed = predict_step(qwen3_8b, settings(device_units=0, recompute_layers=0), WORKLOAD, RATES)
+    assert choice.time.seconds < streamed.seconds
+    assert 0 < choice.config.device_units < len(qwen3_8b.units)
+
+
+def test_choice_keeps_a_small_model_whole_on_the_device():
+    spec = qwen3(layers=4, hidden_size=512, intermediate_size=1024, tie_word_embeddings=True)
+    choice = chosen(spec)
+    assert choice.config.device_units == len(spec.units)
+    assert choice.config.recompute_layers == 0
+    assert choice.time.binding == "compute"
+
+
+def test_choice_keeps_what_the_user_set(qwen3_8b):
+    choice = chosen(qwen3_8b, config=settings(device_units=3, recompute_layers=30))
+    assert (choice.config.device_units, choice.config.recompute_layers) == (3, 30)
+
+
+def test_nothing_fits(qwen3_8b):
+    with pytest.raises(CapacityError, match="no placement fits") as caught:
+        chosen(qwen3_8b, device_bytes=8 * GIB)
+    assert "activations" in str(caught.value)
+
+
+def test_too_little_host_memory_moves_units_to_the_device(qwen3_8b):
+    choice = chosen(qwen3_8b, host_bytes=60 * GIB)
+    assert choice.budget.host_bytes <= 60 * GIB
+
+
+def test_budget_on_the_cpu_is_in_float32_and_one_memory(qwen3_4b):
+    gpu = step_budget(qwen3_4b, settings(), "bfloat16", WORKLOAD)
+    cpu = step_budget(qwen3_4b, settings(), "bfloat16", WORKLOAD, cpu=True)
+    assert cpu.device["activations"] == 2 * gpu.device["activations"]
+    assert cpu.device["weight slots"] == 2 * gpu.device["weight slots"]
+    assert cpu.host == gpu.host
