@@ -25,7 +25,7 @@ def test_compiled_layers(activations):
 
     Within 5e-5: compiled operations round in another order.
     """
-    spec, state = tiny_state(tiny_config("qwen2", tied=True))
+    spec, state = tiny_state(tiny_config("llama", tied=True, num_hidden_layers=2))
     model = reference_model(spec, state)
     batches = make_batches(2)
     loss = reference_backward(model, batches)

@@ -135,28 +135,6 @@ def test_large_logits_do_not_overflow():
     assert grad.tolist() == [[1.0, -1.0, 0.0]]
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
-def test_compiled_chunk_is_the_eager_one(problem):
-    """The form that fuses, traced without a compiler."""
-    hidden, weight, targets = problem
-    compiled = torch.compile(cross_entropy_chunk, backend="aot_eager_decomp_partition")
-    results = []
-    for chunk in (None, compiled):
-        accumulator = torch.zeros(V, D)
-        loss, hidden_grad = linear_cross_entropy(
-            hidden,
-            weight,
-            targets,
-            scale=0.5,
-            chunk_tokens=N,
-            weight_grad_VD=accumulator,
-            chunk_loss=chunk,
-        )
-        results.append((loss, hidden_grad, accumulator))
-    for eager, traced in zip(*results, strict=True):
-        torch.testing.assert_close(traced, eager, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="bf16 x bf16 to fp32 needs CUDA")
 def test_bf16_weights_have_a_float32_gradient(problem):
