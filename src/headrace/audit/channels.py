@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from scipy import sparse
 
-from headrace.audit.regress import GramBook
+from headrace.audit.gram import GramBook
 from headrace.audit.splits import LabelTimes
 
 if TYPE_CHECKING:

@@ -119,7 +119,7 @@ def combine_premium(
         assert level is not None
         value += weight * level.premium.premium
         null += weight * level.premium.null if len(level.premium.null) else 0.0
-        for arm, sign in ((level.on, 1.0), (level.off, -1.0)):
+        for arm, sign in ((level.on, 1.0), (level.off[0], -1.0)):
             tested = ~np.isnan(arm.improvement)
             scores = arm.improvement[tested] / level.on.second_moments[0]
             # Scaled so that the mean over all rows is the arm's mean over its tested rows.
@@ -174,7 +174,7 @@ def _premium_figure(
     make: FigureMaker,
     note: str = "",
 ) -> Figure:
-    protocol = f"{layout.on.protocol} - {layout.off.protocol}"
+    protocol = f"{layout.on.protocol} - {layout.off.plan.protocol}"
     if any(measurement.level is None for measurement in measured):
         return make.missing(protocol, "not computed: tables are off")
     return combine_premium(measured, weights, layout).figure(

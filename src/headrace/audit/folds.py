@@ -30,6 +30,8 @@ from headrace.audit.splits import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from headrace.audit.splits import LabelTimes
@@ -40,15 +42,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A protocol, ready to be fitted."""
+    """A protocol, ready to be fitted; ``segment`` ``(n,)`` are parts its training sets share."""
 
     protocol: str
     folds: tuple[Fold, ...]
     windows: tuple[Window, ...]
+    segment: NDArray[np.intp]
 
 
 def _name(text: str) -> str:
     return f"{text}/{PROTOCOL_VERSION}"
+
+
+def _parts(session: NDArray[np.intp], num_parts: int) -> NDArray[np.intp]:
+    """``(n,)`` part of each row when its dates are cut into equal runs."""
+    dates = np.unique(session)
+    return date_blocks(len(dates), num_parts)[np.searchsorted(dates, session)]
+
+
+def _holds(train: Rows, rows: Rows) -> bool:
+    return bool(np.isin(rows, train).all())
 
 
 def forward_windows(times: LabelTimes, rows: Rows, *, num_windows: int) -> list[Window]:
@@ -58,11 +71,10 @@ def forward_windows(times: LabelTimes, rows: Rows, *, num_windows: int) -> list[
     there are fewer dates.
     """
     session = times.session[rows]
-    dates = np.unique(session)
-    num_windows = min(num_windows, len(dates) - 2)
+    num_windows = min(num_windows, len(np.unique(session)) - 2)
     if num_windows < 1:
         return []
-    part = date_blocks(len(dates), num_windows + 2)[np.searchsorted(dates, session)]
+    part = _parts(session, num_windows + 2)
     windows = []
     for last in range(1, num_windows + 1):
         validation = rows[part == last + 1]
@@ -102,40 +114,84 @@ def purged_plan(times: LabelTimes, *, num_splits: int, embargo: int) -> Plan:
         protocol=_name(f"purged_kfold({num_splits}, embargo={embargo})"),
         folds=folds,
         windows=tuple(windows),
+        segment=block[times.session],
     )
 
 
-def _chained(
-    protocol: str, splits: list[tuple[Rows, Rows]], times: LabelTimes, *, num_windows: int
-) -> Plan:
-    folds: list[Fold] = []
+@dataclass(frozen=True, kw_only=True)
+class ChronologicalPlan:
+    """The leakage-off arm with and without embargo; fold k has the k-th embargo."""
+
+    plan: Plan
+    embargoes: tuple[int, ...]
+    protocols: tuple[str, ...]
+
+
+def chronological_plan(
+    times: LabelTimes, *, split_date: np.datetime64, embargoes: Sequence[int] = (0,)
+) -> ChronologicalPlan:
+    """``chronological``: one fold an embargo; embargoed folds choose on the windows they hold."""
     windows: list[Window] = []
-    for train, test in splits:
-        own = forward_windows(times, train, num_windows=num_windows)
-        first = len(windows)
-        windows += own
-        folds.append(Fold(train=train, test=test, windows=tuple(range(first, first + len(own)))))
-    return Plan(protocol=_name(protocol), folds=tuple(folds), windows=tuple(windows))
-
-
-def chronological_plan(times: LabelTimes, *, split_date: np.datetime64, embargo: int) -> Plan:
-    """``chronological``: the leakage-off arm."""
-    splits = list(Chronological(times, split_date, embargo).split())
+    folds: list[Fold] = []
+    for embargo in embargoes:
+        train, test = next(Chronological(times, split_date, embargo).split())
+        if not windows:
+            windows = forward_windows(times, train, num_windows=2)
+        own = set(train.tolist())
+        held = tuple(
+            w for w, (a, b) in enumerate(windows) if own.issuperset(a) and own.issuperset(b)
+        )
+        folds.append(Fold(train=train, test=test, windows=held))
+    segment = np.full(len(times), 4, dtype=np.intp)
+    segment[folds[0].train] = _parts(times.session[folds[0].train], 4)
     day = str(split_date.astype("datetime64[D]"))
-    return _chained(f"chronological({day}, embargo={embargo})", splits, times, num_windows=2)
+    protocols = tuple(_name(f"chronological({day}, embargo={embargo})") for embargo in embargoes)
+    plan = Plan(protocol=protocols[0], folds=tuple(folds), windows=tuple(windows), segment=segment)
+    return ChronologicalPlan(plan=plan, embargoes=tuple(embargoes), protocols=protocols)
 
 
 def group_plan(times: LabelTimes, entity: NDArray[np.integer], *, num_splits: int) -> Plan:
     """``group_kfold``: the leakage-on arm, entities disjoint and dates mixed."""
-    splits = list(EntityKFold(times, num_splits).split(groups=entity))
-    return _chained(f"group_kfold({num_splits})", splits, times, num_windows=1)
+    folds: list[Fold] = []
+    windows: list[Window] = []
+    segment = np.zeros(len(times), dtype=np.intp)
+    for k, (train, test) in enumerate(EntityKFold(times, num_splits).split(groups=entity)):
+        own = forward_windows(times, train, num_windows=1)
+        held = tuple(range(len(windows), len(windows) + len(own)))
+        windows += own
+        folds.append(Fold(train=train, test=test, windows=held))
+        segment[test] = k
+    return Plan(
+        protocol=_name(f"group_kfold({num_splits})"),
+        folds=tuple(folds),
+        windows=tuple(windows),
+        segment=segment,
+    )
 
 
 def walk_forward_plan(times: LabelTimes, *, num_splits: int, embargo: int) -> Plan:
-    """``walk_forward``: expanding windows."""
+    """``walk_forward``: expanding windows, each the inner window of all later ones.
+
+    What an earlier test window would have had predicted best chooses for the later ones; the
+    first, before which nothing was tested, chooses on the halves of its own training dates.
+    """
     splits = list(WalkForward(times, num_splits, embargo=embargo).split())
-    protocol = f"walk_forward({num_splits}, embargo={embargo})"
-    return _chained(protocol, splits, times, num_windows=2)
+    windows = forward_windows(times, splits[0][0], num_windows=1)
+    num_first = len(windows)
+    folds: list[Fold] = []
+    for k, (train, test) in enumerate(splits):
+        usable = [w for w in range(num_first, len(windows)) if _holds(train, windows[w][1])]
+        folds.append(Fold(train=train, test=test, windows=tuple(usable or range(num_first))))
+        if k + 1 < len(splits):
+            kept = np.intersect1d(test, splits[k + 1][0])
+            windows.append((train, kept))
+    block = date_blocks(len(times.sessions), num_splits + 1)
+    return Plan(
+        protocol=_name(f"walk_forward({num_splits}, embargo={embargo})"),
+        folds=tuple(folds),
+        windows=tuple(windows),
+        segment=block[times.session],
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,12 +220,16 @@ def seen_unseen_plan(
     folds: list[Fold] = []
     windows: list[Window] = []
     left_out: list[int] = []
-    for others, tested in EntityKFold(times, entity_folds).split(groups=entity):
+    segment = np.zeros(len(times), dtype=np.intp)
+    deals = EntityKFold(times, entity_folds).split(groups=entity)
+    for k, (others, tested) in enumerate(deals):
         own = np.zeros(len(times), dtype=bool)
         own[others] = True
+        segment[tested] = k * num_blocks + session_block[times.session[tested]]
         runs: list[range] = []
         first_window = len(windows)
-        for first in range(num_blocks - span + 1):
+        # One run of blocks on either side: every block is outside at least one of them.
+        for first in (0, num_blocks - span):
             inside = (session_block >= first) & (session_block < first + span)
             validates = (session_block >= first + learn) & (session_block < first + span)
             usable = own & purged.train_rows(~inside)
@@ -187,5 +247,6 @@ def seen_unseen_plan(
         protocol=_name(f"seen_unseen({entity_folds} x {num_blocks})"),
         folds=tuple(folds),
         windows=tuple(windows),
+        segment=segment,
     )
     return SeenUnseenPlan(plan=plan, block=session_block[times.session], left_out=tuple(left_out))

@@ -8,7 +8,7 @@ judges nothing (:mod:`headrace.audit.verdict`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from headrace.audit import folds
 from headrace.audit.channels import channel_book, common_view, entity_rows, entity_view, level_view
 from headrace.audit.config import parse_date
-from headrace.audit.premium import Arm, Premium, evaluation_leakage, premium, run_arm
+from headrace.audit.premium import Arm, Premium, evaluation_leakage, premium, run_arms
 from headrace.audit.records import CHANNELS
 from headrace.audit.resample import (
     MIN_BLOCKS,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from headrace.audit.channels import View
     from headrace.audit.config import AuditConfig
-    from headrace.audit.folds import Plan, SeenUnseenPlan
+    from headrace.audit.folds import ChronologicalPlan, Plan, SeenUnseenPlan
     from headrace.audit.panel import Panel
     from headrace.audit.records import Channel
 
@@ -55,7 +55,7 @@ class Layout:
         views: rows and targets of ``"common"``, ``"entity"`` and ``"level"``; a channel that
             has too few dates is missing, with the reason in ``untested``.
         purged: plans of the channels; ``forward``: walk-forward ones, for refused shifts.
-        on, off, walk, embargoed, seen_unseen: plans of the level.
+        on, off, walk, seen_unseen: plans of the level.
     """
 
     panel: Panel
@@ -69,9 +69,8 @@ class Layout:
     purged: dict[Channel, Plan]
     forward: dict[Channel, Plan]
     on: Plan
-    off: Plan
+    off: ChronologicalPlan
     walk: Plan
-    embargoed: dict[int, Plan]
     seen_unseen: SeenUnseenPlan
 
     @property
@@ -86,18 +85,16 @@ class LevelMeasurement:
 
     Attributes:
         premium: both arms and what lies between them.
-        on, off: the arms' scores.
+        on: scores of the leakage-on arm; ``off``: of the leakage-off arm, one an embargo.
         leakage: statistic C.
         walk: walk-forward scores.
-        embargoed: leakage-off arms by embargo.
     """
 
     premium: Premium
     on: Arm
-    off: Arm
+    off: tuple[Arm, ...]
     leakage: Estimate | None = None
     walk: Arm | None = None
-    embargoed: dict[int, Arm] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,15 +205,14 @@ def build_layout(panel: Panel, config: AuditConfig) -> Layout:
         purged=purged,
         forward=forward,
         on=folds.group_plan(level.times, level.unit, num_splits=config.entity_folds),
-        off=folds.chronological_plan(level.times, split_date=split, embargo=0),
+        off=folds.chronological_plan(
+            level.times,
+            split_date=split,
+            embargoes=(0, *sorted(e for e in config.embargoes if e > 0)),
+        ),
         walk=folds.walk_forward_plan(
             level.times, num_splits=config.walk_forward_splits, embargo=embargo
         ),
-        embargoed={
-            sessions: folds.chronological_plan(level.times, split_date=split, embargo=sessions)
-            for sessions in config.embargoes
-            if sessions > 0
-        },
         seen_unseen=folds.seen_unseen_plan(
             level.times,
             level.unit,
@@ -260,19 +256,18 @@ def _measure_level(values: NDArray[np.floating], layout: Layout, *, twin: bool) 
     observed = view.unshifted()
     book = channel_book(layout.panel, values, "level")
     moved = observed if twin else view
-    on, off = run_arm(book, moved, layout.on), run_arm(book, moved, layout.off)
-    result = premium(on, off, view, length=length)
+    (on,) = run_arms(book, moved, layout.on, pooled=True)
+    off = run_arms(book, moved, layout.off.plan, pooled=False)
+    result = premium(on, off[0], view, length=length)
     if twin:
-        return LevelMeasurement(premium=result, on=on, off=off)
+        return LevelMeasurement(premium=result, on=on, off=tuple(off))
+    (walk,) = run_arms(book, observed, layout.walk, pooled=True)
     return LevelMeasurement(
         premium=result,
         on=on,
-        off=off,
+        off=tuple(off),
         leakage=evaluation_leakage(book, observed, layout.seen_unseen, length=length),
-        walk=run_arm(book, observed, layout.walk),
-        embargoed={
-            sessions: run_arm(book, observed, plan) for sessions, plan in layout.embargoed.items()
-        },
+        walk=walk,
     )
 
 

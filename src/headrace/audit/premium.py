@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
     from headrace.audit.channels import View
     from headrace.audit.folds import Plan, SeenUnseenPlan
-    from headrace.audit.regress import GramBook, Predictions
+    from headrace.audit.gram import GramBook
+    from headrace.audit.regress import Predictions
 
     Array = NDArray[np.float64]
 
@@ -54,20 +55,49 @@ class Arm:
         return scores
 
 
-def run_arm(book: GramBook, view: View, plan: Plan, penalties: Sequence[float] = PENALTIES) -> Arm:
-    """Fit ``plan`` on the level view for the observed dates and every shift."""
-    num_columns = view.targets.num_columns
-    improvement = np.full(book.num_rows, np.nan)
-    totals, counts, squares = np.zeros((3, num_columns))
+class _Scores:
+    """Running sums of an arm."""
 
-    def consume(predicted: Predictions) -> None:
+    def __init__(self, num_rows: int, num_columns: int) -> None:
+        self.improvement = np.full(num_rows, np.nan)
+        self.totals, self.counts, self.squares = np.zeros((3, num_columns))
+
+    def add(self, predicted: Predictions) -> None:
         plain = predicted.target - predicted.constant
         gain = plain**2 - (plain - predicted.deviation) ** 2
-        totals[predicted.columns] += np.nansum(gain, axis=0)
-        counts[predicted.columns] += np.count_nonzero(~np.isnan(gain), axis=0)
-        squares[predicted.columns] += np.nansum(predicted.target**2, axis=0)
+        self.totals[predicted.columns] += np.nansum(gain, axis=0)
+        self.counts[predicted.columns] += np.count_nonzero(~np.isnan(gain), axis=0)
+        self.squares[predicted.columns] += np.nansum(predicted.target**2, axis=0)
         if predicted.columns.start == 0:
-            improvement[predicted.rows] = gain[:, 0]
+            self.improvement[predicted.rows] = gain[:, 0]
+
+    def arm(self) -> Arm:
+        return Arm(
+            improvement=self.improvement,
+            totals=self.totals,
+            counts=self.counts,
+            second_moments=self.squares / np.maximum(self.counts, 1),
+        )
+
+
+def run_arms(
+    book: GramBook,
+    view: View,
+    plan: Plan,
+    *,
+    pooled: bool,
+    penalties: Sequence[float] = PENALTIES,
+) -> list[Arm]:
+    """Fit ``plan`` on the level view for the observed dates and every shift.
+
+    Returns:
+        One arm with all folds pooled, or one a fold.
+    """
+    count = 1 if pooled else len(plan.folds)
+    scores = [_Scores(book.num_rows, view.targets.num_columns) for _ in range(count)]
+
+    def consume(predicted: Predictions) -> None:
+        scores[0 if pooled else predicted.fold].add(predicted)
 
     nested_ridge(
         book,
@@ -76,13 +106,9 @@ def run_arm(book: GramBook, view: View, plan: Plan, penalties: Sequence[float] =
         windows=plan.windows,
         consume=consume,
         penalties=penalties,
+        segment=plan.segment,
     )
-    return Arm(
-        improvement=improvement,
-        totals=totals,
-        counts=counts,
-        second_moments=squares / np.maximum(counts, 1),
-    )
+    return [score.arm() for score in scores]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +195,7 @@ def evaluation_leakage(
         windows=seen_unseen.plan.windows,
         consume=consume,
         penalties=penalties,
+        segment=seen_unseen.plan.segment,
     )
     gain = seen / count - unseen
     product = 2.0 * (gain - gain.mean()) * (target - target.mean())

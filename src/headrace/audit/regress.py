@@ -1,17 +1,18 @@
 """Ridge regression of many targets on one embedding, fold after fold, all penalties at once.
 
-Owns the solver behind every audit figure. One Gram matrix of the embedding serves all folds
-(a training set's Gram is the total minus the rows left out), and one eigendecomposition of a
-training set serves all penalties and all targets: the observed target and its copies moved
-against the dates are solved together. The invariant: a column's prediction depends on its own
-training rows alone, its penalty included, exactly as if it had been fitted by itself. It knows
-nothing of dates.
+Owns the solver behind every audit figure. One eigendecomposition of a training set serves all
+penalties and all targets: the observed target and its copies moved against the dates are solved
+together. The invariant: a column's prediction depends on its own training rows alone, its
+penalty included, exactly as if it had been fitted by itself. It knows nothing of dates.
 
 The estimator: embedding and features standardised by the mean and standard deviation of the
 training rows, target centred there; penalties 10 ... 1e6 on the summed squared error, and
 "constant only" (an infinite penalty); the penalty with the least squared error over inner
 validation windows, chosen for each column. Features may differ from column to column (they
 move with their target), so they enter through a Schur complement beside the fixed embedding.
+
+A missing target counts as the mean where it would be trained on or choose a penalty, and is
+not scored.
 
 Shape legend: n rows, D embedding dimensions, R rank of a training set, P features,
 K = 1 + P (a target and its features), M target columns, A penalties.
@@ -23,6 +24,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+
+from headrace.audit.gram import Basis, GramBook, decompose
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -113,103 +116,9 @@ class Predictions:
     penalty: Array
 
 
-class GramBook:
-    """An embedding with the sums from which every training set is standardised."""
-
-    def __init__(self, values: NDArray[np.floating]) -> None:
-        """Take ``(n, D)``; centred and scaled once, for the numbers' sake, which changes no fit."""
-        self.values: Array = np.array(values, dtype=np.float64, order="C")
-        self.values -= self.values.mean(axis=0)
-        scale = np.sqrt(np.einsum("nd,nd->d", self.values, self.values) / len(self.values))
-        # A dimension without variance carries nothing; 1 keeps it at zero.
-        self.values /= np.where(scale > 0, scale, 1.0)
-        self._sum: Array | None = None
-        self._gram: Array | None = None
-
-    @property
-    def num_rows(self) -> int:
-        """Rows."""
-        return len(self.values)
-
-    @property
-    def dimension(self) -> int:
-        """D."""
-        return int(self.values.shape[1])
-
-    def _totals(self) -> tuple[Array, Array]:
-        if self._sum is None or self._gram is None:
-            self._sum, self._gram = _moments(self.values)
-        return self._sum, self._gram
-
-    def moments(self, rows: Rows) -> tuple[Array, Array]:
-        """Sum ``(D,)`` and Gram matrix ``(D, D)`` of rows, by subtraction where that is less."""
-        others = _complement(rows, self.num_rows)
-        if len(others) >= len(rows):
-            return _moments(self.values[rows])
-        (total, total_gram), (left_out, left_out_gram) = (
-            self._totals(),
-            _moments(self.values[others]),
-        )
-        return total - left_out, total_gram - left_out_gram
-
-
-def _moments(values: Array) -> tuple[Array, Array]:
-    return values.sum(axis=0), values.T @ values
-
-
-def _complement(rows: Rows, num_rows: int) -> Rows:
-    mask = np.ones(num_rows, dtype=bool)
-    mask[rows] = False
-    return np.flatnonzero(mask)
-
-
-@dataclass(frozen=True)
-class _Basis:
-    """A training set's standardised embedding, decomposed: Z'Z = V diag(eigenvalues) V'."""
-
-    mean: Array
-    scale: Array
-    eigenvalues: Array
-    vectors_DR: Array
-    num_rows: int
-
-    def coordinates(self, values: Array) -> Array:
-        """``(n, R)``: rows standardised and turned into the basis."""
-        turned: Array = ((values - self.mean) / self.scale) @ self.vectors_DR
-        return turned
-
-
-def _decompose(book: GramBook, rows: Rows) -> _Basis:
-    count = len(rows)
-    if count <= book.dimension:
-        values = book.values[rows]
-        mean = values.mean(axis=0)
-        values -= mean
-        scale = _scale(np.einsum("nd,nd->d", values, values) / count)
-        values /= scale
-        eigenvalues, turned = np.linalg.eigh(values @ values.T)
-        # Directions without variance cannot predict and have no unit vector.
-        kept = eigenvalues > max(eigenvalues[-1], 1.0) * count * np.finfo(float).eps
-        eigenvalues = eigenvalues[kept]
-        vectors = values.T @ (turned[:, kept] / np.sqrt(eigenvalues))
-        return _Basis(mean, scale, eigenvalues, vectors, count)
-    total, gram = book.moments(rows)
-    mean = total / count
-    gram = gram - count * np.outer(mean, mean)
-    scale = _scale(np.diagonal(gram) / count)
-    gram /= np.outer(scale, scale)
-    eigenvalues, vectors = np.linalg.eigh(gram)
-    return _Basis(mean, scale, np.maximum(eigenvalues, 0.0), vectors, count)
-
-
-def _scale(variance: Array) -> Array:
-    # Values were scaled to variance 1 over all rows: below 1e-10 only rounding is left.
-    return np.where(variance > 1e-10, np.sqrt(np.maximum(variance, 0.0)), 1.0)
-
-
 @dataclass(frozen=True)
 class _Sums:
-    """Cross products of a training set, for a slice of columns."""
+    """Cross products of a set of rows, for a slice of columns."""
 
     cross_DKM: Array  # X'[y, F]
     sums_KM: Array
@@ -228,7 +137,7 @@ def _sums(book: GramBook, targets: Targets, rows: Rows, columns: slice) -> _Sums
     width = block.shape[2]
     flat = block.transpose(1, 0, 2).reshape(len(rows), -1)
     cross = (book.values[rows].T @ flat).reshape(book.dimension, -1, width)
-    squares = np.einsum("jnm,knm->jkm", block, block) if block.shape[0] > 1 else np.zeros((1, 1, 1))
+    squares = np.einsum("jnm,knm->jkm", block, block)
     return _Sums(cross, block.sum(axis=1), squares)
 
 
@@ -236,7 +145,7 @@ def _sums(book: GramBook, targets: Targets, rows: Rows, columns: slice) -> _Sums
 class _Heads:
     """Fitted coefficients of every penalty, before one is chosen."""
 
-    basis: _Basis
+    basis: Basis
     target_RM: Array  # V'Z'y
     features_RPM: Array  # V'Z'F
     feature_mean_PM: Array
@@ -245,27 +154,26 @@ class _Heads:
     feature_target_MP: Array
     constant_M: Array
 
-    def coefficients(self, penalty: Array) -> tuple[Array, Array]:
+    def coefficients(self, penalty_M: Array) -> tuple[Array, Array]:
         """Embedding ``(R, M)`` and feature ``(P, M)`` coefficients, a finite penalty a column."""
-        shrink = 1.0 / (self.basis.eigenvalues[:, None] + penalty[None, :])
+        shrink = 1.0 / (self.basis.eigenvalues[:, None] + penalty_M[None, :])
         target = shrink * self.target_RM
         if self.features_RPM.shape[1] == 0:
             return target, np.zeros((0, target.shape[1]))
         # Block ridge: eliminate the embedding, solve the P x P complement, substitute back.
         features = shrink[:, None, :] * self.features_RPM
         gram = self.feature_gram_MPP - np.einsum("rpm,rqm->mpq", self.features_RPM, features)
-        gram += penalty[:, None, None] * np.eye(gram.shape[1])
+        gram += penalty_M[:, None, None] * np.eye(gram.shape[1])
         right = self.feature_target_MP - np.einsum("rpm,rm->mp", self.features_RPM, target)
         beta = np.linalg.solve(gram, right[..., None])[..., 0].T
         return target - np.einsum("rpm,pm->rm", features, beta), beta
 
-    def predict(self, coordinates_nR: Array, features_PnM: Array, penalty: Array) -> Array:
+    def predict(self, coordinates_nR: Array, features_PnM: Array, penalty_M: Array) -> Array:
         """``(n, M)`` deviations from the training mean."""
-        finite = np.isfinite(penalty)
-        out = np.zeros((len(coordinates_nR), len(penalty)))
+        finite = np.isfinite(penalty_M)
         if not finite.any():
-            return out
-        gamma, beta = self.coefficients(np.where(finite, penalty, 1.0))
+            return np.zeros((len(coordinates_nR), len(penalty_M)))
+        gamma, beta = self.coefficients(np.where(finite, penalty_M, 1.0))
         out = coordinates_nR @ gamma
         if len(beta):
             scaled = (features_PnM - self.feature_mean_PM[:, None]) / self.feature_scale_PM[:, None]
@@ -273,8 +181,34 @@ class _Heads:
         out[:, ~finite] = 0.0
         return out
 
+    def loss(self, moments: tuple[Array, Array], sums: _Sums, count: int, penalty: float) -> Array:
+        """``(M,)`` squared error on rows known by their sums alone.
 
-def _heads(basis: _Basis, sums: _Sums) -> _Heads:
+        The sum of ``(y - c - x'u - f'v)^2`` expanded, so that many validation rows cost no more
+        than few.
+        """
+        squares, totals = sums.squares_KKM, sums.sums_KM
+        if np.isinf(penalty):
+            c = self.constant_M
+            plain: Array = squares[0, 0] - 2 * c * totals[0] + count * c**2
+            return plain
+        gamma, beta = self.coefficients(np.full(len(self.constant_M), penalty))
+        u = (self.basis.vectors_DR @ gamma) / self.basis.scale[:, None]
+        v = beta / self.feature_scale_PM
+        c = self.constant_M - self.basis.mean @ u - (self.feature_mean_PM * v).sum(axis=0)
+        total, gram = moments
+        fitted_sum = total @ u + (v * totals[1:]).sum(axis=0)
+        with_target = (u * sums.cross_DKM[:, 0]).sum(axis=0) + (v * squares[0, 1:]).sum(axis=0)
+        quadratic = (u * (gram @ u)).sum(axis=0)
+        if len(v):
+            quadratic += 2 * np.einsum("dm,dpm,pm->m", u, sums.cross_DKM[:, 1:], v)
+            quadratic += np.einsum("pm,pqm,qm->m", v, squares[1:, 1:], v)
+        linear = -2 * c * totals[0] - 2 * with_target + 2 * c * fitted_sum
+        loss: Array = squares[0, 0] + linear + quadratic + count * c**2
+        return loss
+
+
+def _heads(basis: Basis, sums: _Sums) -> _Heads:
     count = basis.num_rows
     mean_KM = sums.sums_KM / count
     centred = sums.cross_DKM - basis.mean[:, None, None] * sums.sums_KM[None]
@@ -286,7 +220,7 @@ def _heads(basis: _Basis, sums: _Sums) -> _Heads:
     for p in range(num_features):
         variance = np.maximum(covariance[p + 1, p + 1] / count, 0.0)
         scale[p] = np.where(variance > 1e-24, np.sqrt(variance), 1.0)
-    features = covariance[1:, 1:] / (scale[:, None] * scale[None]) if num_features else covariance
+    features = covariance[1:, 1:] / (scale[:, None] * scale[None])
     return _Heads(
         basis=basis,
         target_RM=turned[:, 0],
@@ -300,27 +234,66 @@ def _heads(basis: _Basis, sums: _Sums) -> _Heads:
 
 
 class _Solver:
-    """Trains sets of rows; totals over all rows are made once and reused by subtraction."""
+    """Decompositions and cross products, each made once and reused."""
 
-    def __init__(self, book: GramBook, targets: Targets) -> None:
+    def __init__(self, book: GramBook, targets: Targets, shared: set[int]) -> None:
         self.book, self.targets = book, targets
         width = 1 + targets.num_features
         per_column = 8 * (width * book.num_rows + width * book.dimension)
         step = max(1, _CHUNK_BYTES // per_column)
-        self.chunks = [
-            slice(a, min(a + step, targets.num_columns))
-            for a in range(0, targets.num_columns, step)
-        ]
+        starts = range(0, targets.num_columns, step)
+        self.chunks = [slice(a, min(a + step, targets.num_columns)) for a in starts]
         self._all = np.arange(book.num_rows)
         self._totals: dict[int, _Sums] = {}
+        self._shared = shared
+        self._bases: dict[int, Basis] = {}
+        self._last: tuple[Rows, Basis] | None = None
+
+    def basis(self, rows: Rows) -> Basis:
+        """Of a training set; the last one and those that a fold and a window share are kept."""
+        if id(rows) in self._bases:
+            return self._bases[id(rows)]
+        if self._last is not None and self._last[0] is rows:
+            return self._last[1]
+        basis = decompose(self.book, rows)
+        self._last = (rows, basis)
+        if id(rows) in self._shared:
+            self._bases[id(rows)] = basis
+        return basis
 
     def sums(self, rows: Rows, columns: slice) -> _Sums:
-        others = _complement(rows, self.book.num_rows)
+        mask = np.ones(self.book.num_rows, dtype=bool)
+        mask[rows] = False
+        others = np.flatnonzero(mask)
         if len(others) >= len(rows):
             return _sums(self.book, self.targets, rows, columns)
         if columns.start not in self._totals:
             self._totals[columns.start] = _sums(self.book, self.targets, self._all, columns)
         return self._totals[columns.start].minus(_sums(self.book, self.targets, others, columns))
+
+    def window_losses(
+        self, train: Rows, validation: Rows, penalties: Array, columns: slice
+    ) -> Array:
+        """``(A, M)`` squared errors of one window."""
+        basis = self.basis(train)
+        heads = _heads(basis, self.sums(train, columns))
+        width = columns.stop - columns.start
+        count, dimension = len(validation), self.book.dimension
+        # Multiplications of either way, a penalty counted six times.
+        by_rows = count * len(basis.eigenvalues) * (dimension + 6 * width)
+        by_sums = count * dimension * width + 12 * dimension**2 * width
+        if by_sums < by_rows:
+            moments = self.book.moments(validation)
+            sums = _sums(self.book, self.targets, validation, columns)
+            return np.stack([heads.loss(moments, sums, count, penalty) for penalty in penalties])
+        block = np.nan_to_num(self.targets.block(validation, columns), nan=0.0)
+        error = block[0] - heads.constant_M
+        coordinates = basis.coordinates(self.book.values[validation])
+        losses = []
+        for penalty in penalties:
+            fitted = heads.predict(coordinates, block[1:], np.full(width, penalty))
+            losses.append(((error - fitted) ** 2).sum(axis=0))
+        return np.stack(losses)
 
 
 def nested_ridge(
@@ -331,6 +304,7 @@ def nested_ridge(
     windows: Sequence[tuple[Rows, Rows]],
     consume: Callable[[Predictions], None],
     penalties: Sequence[float] = PENALTIES,
+    segment: NDArray[np.intp] | None = None,
 ) -> None:
     """Fit every fold for every column and hand the test predictions to ``consume``.
 
@@ -338,47 +312,40 @@ def nested_ridge(
         book: the embedding.
         targets: what is predicted.
         folds: training and test rows; ``windows`` of a fold choose its penalties.
-        windows: inner (training, validation) rows, fitted once and shared between folds;
-            neighbours with the *same* training array share its decomposition.
+        windows: inner (training, validation) rows. Windows in a row, and folds, that hold the
+            *same* training array share its decomposition.
         consume: called for each fold and slice of columns; predictions are not kept.
         penalties: candidates; ``numpy.inf`` is "constant only". With one candidate, or a fold
             without windows, nothing is chosen and the last candidate is used.
+        segment: ``(n,)`` parts that training sets are mostly made of, for speed alone.
     """
-    solver = _Solver(book, targets)
+    if segment is not None:
+        book.cut(segment)
+    shared = {id(fold.train) for fold in folds} & {id(train) for train, _ in windows}
+    solver = _Solver(book, targets, shared)
     grid = np.asarray(penalties, dtype=np.float64)
     loss_WAM = np.zeros((len(windows), len(grid), targets.num_columns))
     if len(grid) > 1:
-        basis, decomposed = None, None
         for w, (train, validation) in enumerate(windows):
-            if basis is None or train is not decomposed:
-                basis, decomposed = _decompose(book, train), train
-            coordinates = basis.coordinates(book.values[validation])
             for columns in solver.chunks:
-                heads = _heads(basis, solver.sums(train, columns))
-                block = targets.block(validation, columns)
-                error = block[0] - heads.constant_M
-                for a, penalty in enumerate(grid):
-                    fitted = heads.predict(coordinates, block[1:], np.full(error.shape[1], penalty))
-                    loss_WAM[w, a, columns] = np.nansum((error - fitted) ** 2, axis=0)
+                loss_WAM[w, :, columns] = solver.window_losses(train, validation, grid, columns)
     for f, fold in enumerate(folds):
         # Ties go to the stronger penalty: the flipped order makes argmin see it first.
         total = loss_WAM[list(fold.windows)].sum(axis=0)[::-1]
         chosen = grid[::-1][np.argmin(total, axis=0)]
-        fitted_basis: _Basis | None
-        if np.isinf(chosen).all():
-            fitted_basis, coordinates = None, np.zeros((0, 0))
-        else:
-            fitted_basis = _decompose(book, fold.train)
-            coordinates = fitted_basis.coordinates(book.values[fold.test])
+        fitted = not np.isinf(chosen).all()
+        if fitted:
+            basis = solver.basis(fold.train)
+            coordinates = basis.coordinates(book.values[fold.test])
         for columns in solver.chunks:
             block = targets.block(fold.test, columns)
-            if fitted_basis is None:
-                train = np.nan_to_num(targets.block(fold.train, columns)[0], nan=0.0)
-                deviation, constant = np.zeros(block.shape[1:]), train.mean(axis=0)
-            else:
-                heads = _heads(fitted_basis, solver.sums(fold.train, columns))
+            if fitted:
+                heads = _heads(basis, solver.sums(fold.train, columns))
                 deviation = heads.predict(coordinates, block[1:], chosen[columns])
                 constant = heads.constant_M
+            else:
+                train = np.nan_to_num(targets.block(fold.train, columns)[0], nan=0.0)
+                deviation, constant = np.zeros(block.shape[1:]), train.mean(axis=0)
             consume(
                 Predictions(
                     fold=f,

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
     from headrace.audit.channels import View
     from headrace.audit.folds import Plan
-    from headrace.audit.regress import GramBook, Predictions
+    from headrace.audit.gram import GramBook
+    from headrace.audit.regress import Predictions
 
     Array = NDArray[np.float64]
 
@@ -87,6 +88,7 @@ def purged_skill(
         windows=plan.windows,
         consume=consume,
         penalties=penalties,
+        segment=plan.segment,
     )
     correlations = sums.value()
     return Skill(

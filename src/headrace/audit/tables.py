@@ -123,7 +123,7 @@ class FigureMaker:
         if level is None or level.leakage is None:
             return None
         result = level.premium
-        both = f"{layout.on.protocol} - {layout.off.protocol}"
+        both = f"{layout.on.protocol} - {layout.off.plan.protocol}"
         premium = Figure(
             value=result.premium,
             n=result.r2_on.n,
@@ -138,7 +138,7 @@ class FigureMaker:
         )
         return EvaluationRecord(
             r2_on=self.of_estimate(result.r2_on, layout.on.protocol),
-            r2_off=self.of_estimate(result.r2_off, layout.off.protocol),
+            r2_off=self.of_estimate(result.r2_off, layout.off.plan.protocol),
             premium=premium,
             premium_matched=self.of_estimate(result.matched, both),
             leakage=self.of_estimate(level.leakage, layout.seen_unseen.plan.protocol),
@@ -251,15 +251,14 @@ class FigureMaker:
     def embargo(self, measured: Measurement, layout: Layout) -> tuple[EmbargoRecord, ...]:
         """The leakage-off arm by embargo, 0 being the plain one."""
         level = measured.level
-        if level is None or not level.embargoed:
+        if level is None:
             return ()
         view = layout.views["level"]
         unit = total_variance(layout)
-        arms = {0: (level.off, layout.off)} | {
-            sessions: (arm, layout.embargoed[sessions]) for sessions, arm in level.embargoed.items()
-        }
         records = []
-        for sessions, (arm, plan) in sorted(arms.items()):
+        for sessions, arm, protocol in zip(
+            layout.off.embargoes, level.off, layout.off.protocols, strict=True
+        ):
             tested = ~np.isnan(arm.improvement)
             score = date_block_mean(
                 arm.improvement[tested], view.session[tested], length=layout.length
@@ -268,10 +267,10 @@ class FigureMaker:
             records.append(
                 EmbargoRecord(
                     embargo_sessions=sessions,
-                    r2_off=self.of_estimate(scaled(score, 1.0 / unit), plan.protocol),
+                    r2_off=self.of_estimate(scaled(score, 1.0 / unit), protocol),
                     premium=self.of_estimate(
                         paired,
-                        f"{layout.on.protocol} - {plan.protocol}",
+                        f"{layout.on.protocol} - {protocol}",
                         note="matched: both arms on the rows after the split",
                     ),
                 )

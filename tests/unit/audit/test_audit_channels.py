@@ -95,7 +95,7 @@ def test_windows_are_training_rows_of_their_folds_and_purged(drawn):
     split = drawn.panel.sessions[50]
     plans = [
         purged_plan(view.times, num_splits=5, embargo=2),
-        chronological_plan(view.times, split_date=split, embargo=3),
+        chronological_plan(view.times, split_date=split, embargoes=(0, 3)).plan,
         walk_forward_plan(view.times, num_splits=3, embargo=1),
     ]
     for plan in plans:
@@ -112,7 +112,7 @@ def test_windows_are_training_rows_of_their_folds_and_purged(drawn):
 def test_forward_chaining_validates_on_later_dates(drawn):
     view = level_view(drawn.panel, OFFSETS[:1])
     for plan in (
-        chronological_plan(view.times, split_date=drawn.panel.sessions[50], embargo=0),
+        chronological_plan(view.times, split_date=drawn.panel.sessions[50]).plan,
         group_plan(view.times, view.unit, num_splits=4),
     ):
         for train, validation in plan.windows:

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from sklearn.linear_model import Ridge
 
-from headrace.audit.regress import PENALTIES, ArrayTargets, Fold, GramBook, nested_ridge
+from headrace.audit.gram import GramBook
+from headrace.audit.regress import PENALTIES, ArrayTargets, Fold, nested_ridge
 
 
 class Columns:
@@ -38,7 +39,8 @@ def alone(x, y, train, test, penalty):
 
 
 @pytest.mark.parametrize(
-    ("n", "dimension", "num_features"), [(200, 30, 0), (200, 30, 3), (60, 200, 0), (60, 200, 2)]
+    ("n", "dimension", "num_features"),
+    [(200, 30, 0), (200, 30, 3), (60, 200, 0), (60, 200, 2), (2000, 8, 0), (2000, 8, 2)],
 )
 def test_penalty_and_prediction_equal_scikit_learn_s_column_by_column(n, dimension, num_features):
     x, targets = draw(n, dimension, num_features)
