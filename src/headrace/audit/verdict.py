@@ -13,6 +13,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from headrace.audit.records import Channel, Verdict
 
+# The least share of var(y) that is called knowledge of the future. A date-block t of predictions
+# that are almost constant can be significant at a ten-thousandth of the variance; leaks worth 0.03
+# of R2 measured 0.005 to 0.015 on simulated panels, false alarms 0.0005
+# (benchmarks/audit_calibration.py).
+LEAST_SHARE = 0.002
+
 CHANNEL_WORDS: dict[str, str] = {
     "common": "what all entities do together on a date",
     "entity": "how entities differ on a date",
@@ -97,9 +103,18 @@ def judge(evidence: Evidence) -> Judgement:
     short = _short_side(evidence)
     if short:
         return Judgement(verdict="too_little_data", summary=(short,), cautions=tuple(cautions))
-    guilty: tuple[Channel, ...] = tuple(
+    significant: tuple[Channel, ...] = tuple(
         channel for channel, p in evidence.contrast_p.items() if p <= evidence.level
     )
+    guilty = tuple(c for c in significant if evidence.contrast_share[c] >= LEAST_SHARE)
+    cautions += [
+        f"In the {channel} channel the model did better before its cutoff than after it, by "
+        f"{evidence.contrast_share[channel]:.2g} of the target's variance "
+        f"(p = {evidence.contrast_p[channel]:.2g}): less than the {LEAST_SHARE:g} that is called "
+        "knowledge of the future."
+        for channel in significant
+        if channel not in guilty
+    ]
     if guilty:
         return _knows(evidence, guilty, cautions)
     skilled: tuple[Channel, ...] = tuple(

@@ -75,3 +75,12 @@ def test_skill_without_a_fall_says_no_sign_of_the_future():
 def test_less_wrong_is_not_right():
     words = judge(replace(NOTHING, r2_negative=True)).cautions
     assert any("less wrong, not right" in caution for caution in words)
+
+
+def test_a_significant_trifle_is_no_claim():
+    """A share too small to be called is printed as a caution, and the rest of the rule goes on."""
+    trifle = replace(KNOWS, contrast_share={"common": 0.0011, "entity": 0.0})
+    judgement = judge(trifle)
+    assert judgement.verdict == "skill"
+    assert any("less than the 0.002" in caution for caution in judgement.cautions)
+    assert judge(replace(trifle, skill_p={"common": 0.9})).verdict == "no_detectable_skill"
