@@ -51,13 +51,13 @@ def attend_flex(
         score_mod=_soft_cap(softcap),
         block_mask=block_mask(document_N, window),
         scale=scaling,
-        enable_gqa=H != key_BKTE.shape[1],
+        enable_gqa=key_BKTE.shape[1] != H,
         return_lse=True,
     )
     if sinks_H is not None:
         kept_1HN = torch.sigmoid(lse_1HN - sinks_H.float()[None, :, None])
         out_1HNV = out_1HNV * kept_1HN[..., None].to(out_1HNV.dtype)
-    out_HNV = out_1HNV[0, :, : B * T]
+    out_HNV: torch.Tensor = out_1HNV[0, :, : B * T]
     return out_HNV.reshape(H, B, T, -1).transpose(0, 1)
 
 
@@ -128,11 +128,13 @@ def _kernel() -> Callable[..., Any]:
 
     # Inside a compiled layer it is part of the layer's graph. Alone it must be compiled: run
     # eagerly it would make every score.
-    return flex_attention if torch.compiler.is_compiling() else _compiled_kernel()
+    kernel: Callable[..., Any] = flex_attention
+    return kernel if torch.compiler.is_compiling() else _compiled_kernel()
 
 
 @functools.cache
 def _compiled_kernel() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention  # noqa: PLC0415 - CUDA only
 
-    return torch.compile(flex_attention, dynamic=False)
+    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=False)
+    return compiled

@@ -10,6 +10,7 @@ Shape legend: B rows, T positions, D hidden size.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,9 @@ class _LastLayer(Exception):  # noqa: N818 - ends a forward pass; no error
 class _Stub(nn.Module):
     """Stands for a decoder layer: records the call, returns the hidden state unchanged."""
 
-    def __init__(self, layer: nn.Module, record: list[tuple[Any, LayerArguments]], last: bool):
+    def __init__(
+        self, layer: nn.Module, record: list[tuple[Any, LayerArguments]], last: bool
+    ) -> None:
         super().__init__()
         # Attributes that the base model reads off a layer (attention_type, layer_idx, ...).
         for name, value in vars(layer).items():
@@ -93,12 +96,10 @@ class CallCapture:
             "use_cache": False,
             **packing_arguments(cu_seqlens, input_ids_BT.shape[1]),
         }
-        try:
+        with contextlib.suppress(_LastLayer):
             torch.func.functional_call(
                 self._base, dict(embed_parameters), (), accepted(self._base.forward, arguments)
             )
-        except _LastLayer:
-            pass
         hidden_BTD = self._record[0][0]
         calls = [named for _, named in self._record]
         self._record.clear()

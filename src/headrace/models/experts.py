@@ -52,7 +52,9 @@ def run_experts(
         settings.num_experts, dtype=torch.int32, device=hidden_ND.device
     ).scatter_add_(0, expert_S, torch.ones_like(expert_S, dtype=torch.int32))
     ends_X = counts_X.cumsum(0, dtype=torch.int32)
-    rows_SD = _Spread.apply(hidden_ND, order_S, inverse_S, top_k)
+    spread: Any = _Spread.apply  # untyped in torch
+    permute: Any = _Permute.apply
+    rows_SD: torch.Tensor = spread(hidden_ND, order_S, inverse_S, top_k)
 
     def product(rows: torch.Tensor, name: str) -> torch.Tensor:
         weight = getattr(settings, name)
@@ -71,7 +73,7 @@ def run_experts(
     if getattr(settings, "has_post_expert_norm", False):
         rows_SD = settings.post_expert_norm(rows_SD)
     weighted_SD = rows_SD * top_k_weights.reshape(-1)[order_S][:, None]
-    in_order_SD = _Permute.apply(weighted_SD, inverse_S, order_S)
+    in_order_SD: torch.Tensor = permute(weighted_SD, inverse_S, order_S)
     return in_order_SD.view(num_tokens, top_k, -1).sum(dim=1).to(hidden_ND.dtype)
 
 
@@ -79,15 +81,19 @@ class _Spread(torch.autograd.Function):
     """Each token once for each of its experts, in the experts' order."""
 
     @staticmethod
-    def forward(  # type: ignore[override]  # the arguments are this function's own
-        ctx: Any, hidden_ND: torch.Tensor, order_S: torch.Tensor, inverse_S: torch.Tensor, top_k: int
+    def forward(
+        ctx: Any,
+        hidden_ND: torch.Tensor,
+        order_S: torch.Tensor,
+        inverse_S: torch.Tensor,
+        top_k: int,
     ) -> torch.Tensor:
         ctx.save_for_backward(inverse_S)
         ctx.top_k = top_k
         return hidden_ND[order_S // top_k]
 
     @staticmethod
-    def backward(ctx: Any, grad_SD: torch.Tensor) -> Any:  # type: ignore[override]  # as above
+    def backward(ctx: Any, grad_SD: torch.Tensor) -> Any:
         (inverse_S,) = ctx.saved_tensors
         by_token = grad_SD[inverse_S].view(-1, ctx.top_k, grad_SD.shape[1])
         return by_token.sum(dim=1), None, None, None
@@ -97,14 +103,14 @@ class _Permute(torch.autograd.Function):
     """Rows in another order; the gradient is gathered, not scattered."""
 
     @staticmethod
-    def forward(  # type: ignore[override]  # the arguments are this function's own
+    def forward(
         ctx: Any, rows_SD: torch.Tensor, order_S: torch.Tensor, inverse_S: torch.Tensor
     ) -> torch.Tensor:
         ctx.save_for_backward(inverse_S)
         return rows_SD[order_S]
 
     @staticmethod
-    def backward(ctx: Any, grad_SD: torch.Tensor) -> Any:  # type: ignore[override]  # as above
+    def backward(ctx: Any, grad_SD: torch.Tensor) -> Any:
         (inverse_S,) = ctx.saved_tensors
         return grad_SD[inverse_S], None, None
 
@@ -176,9 +182,7 @@ def _save(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> N
 
 
 def _backward(ctx: Any, grad_SO: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-    grads = torch.ops.headrace.grouped_matmul_backward_v1(
-        grad_SO.contiguous(), *ctx.saved_tensors
-    )
+    grads = torch.ops.headrace.grouped_matmul_backward_v1(grad_SO.contiguous(), *ctx.saved_tensors)
     return (*grads, None)
 
 

@@ -66,6 +66,20 @@ class _Shown(Exception):  # noqa: N818 - carries a value out of a forward pass; 
         self.hidden = hidden
 
 
+class _Output:
+    """A base model's output: the last hidden state, and None under every other name."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.last_hidden_state,)[index]
+
+
 class _Base(nn.Module):
     """Stands for the base model: returns the hidden state it was given."""
 
@@ -75,12 +89,8 @@ class _Base(nn.Module):
         super().__init__()
         _lend_attributes(self, original)
 
-    def forward(self, *_: Any, **__: Any) -> Any:
-        from transformers.modeling_outputs import (  # noqa: PLC0415 - slow; a model exists by now
-            MoeModelOutputWithPast,
-        )
-
-        return MoeModelOutputWithPast(last_hidden_state=self.hidden)
+    def forward(self, *_: Any, **__: Any) -> _Output:
+        return _Output(self.hidden)
 
 
 class _Head(nn.Module):
@@ -124,8 +134,8 @@ class HeadProbe:
         self._base.hidden = logits_CV.new_zeros(1, logits_CV.shape[0], 1)
         self._head.logits = logits_CV[None]
         output = self._model(**self._arguments)
-        logits = output.logits if hasattr(output, "logits") else output[0]
-        return logits[0]
+        logits_1CV: torch.Tensor = output.logits if hasattr(output, "logits") else output[0]
+        return logits_1CV[0]
 
 
 def find_rules(

@@ -33,7 +33,7 @@ def structure(layer: nn.Module) -> tuple[Any, ...]:
 
 
 def covering_prefix(layers: Sequence[nn.Module], limit: int) -> int:
-    """How many leading layers hold at least one of every structure; at least two, at most ``limit``."""
+    """How many leading layers hold one of every structure; at least two, at most ``limit``."""
     seen: dict[Any, int] = {}
     for index, layer in enumerate(layers):
         seen.setdefault(structure(layer), index)
