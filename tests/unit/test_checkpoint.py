@@ -1,17 +1,12 @@
-"""Checkpoints and exports: every bit there and back, whole or not there, readable by HF."""
+"""Checkpoints and exports: every bit there and back, and readable by transformers."""
 
-import errno
 import json
-import logging
-import os
-import resource
 
 import pytest
 import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from disk_operations import announce_operations
 from headrace.errors import CheckpointError, ConfigError
 from headrace.models.spec import ModelSpec
 from headrace.store import checkpoint
@@ -19,15 +14,13 @@ from headrace.store.checkpoint import (
     export_pretrained,
     find_problem,
     latest_checkpoint,
-    list_checkpoints,
     load_checkpoint,
-    prune_checkpoints,
     read_record,
-    save_checkpoint,
 )
 from headrace.store.loading import load_pretrained
 from headrace.store.safetensors_io import read_index
 from headrace.store.state import ModelState
+from saved import TRAINER_STATE, fresh, save, trained
 from tiny import (
     differing,
     make_batches,
@@ -40,37 +33,11 @@ from tiny import (
     train,
 )
 
-TRAINER_STATE = {"epoch": 1, "sampler": {"seed": 3, "index": 17}, "best": 2.5}
-
-
-def trained(config=None, dtype="bfloat16", *, steps=2):
-    """A spec and a state whose planes all hold something."""
-    spec, state = tiny_state(config or tiny_config(tied=True), dtype)
-    with make_engine(spec, state) as engine:
-        for seed in range(steps):
-            engine.step(make_batches(1, seed=seed), learning_rate=1e-2, max_grad_norm=1.0)
-        engine.synchronize()
-    return spec, state
-
-
-def fresh(config=None, dtype="bfloat16"):
-    spec = ModelSpec(config or tiny_config(tied=True))
-    return spec, ModelState(spec.units, dtype)
-
 
 @pytest.fixture(scope="module")
 def saved():
     """One trained state that tests save but do not change."""
     return trained()
-
-
-def save(output_dir, spec, state, step, **kwargs):
-    return save_checkpoint(
-        output_dir, spec, state, step=step, trainer_state=TRAINER_STATE, **kwargs
-    )
-
-
-# -- there and back ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -281,212 +248,6 @@ def test_tokenizer_with_several_chat_templates(tmp_path, saved, tokenizer):
     assert find_problem(path) is None
     assert AutoTokenizer.from_pretrained(path).chat_template == tokenizer.chat_template
     assert any("/" in name for name in read_record(path)["files"])
-
-
-# -- which checkpoint ----------------------------------------------------------------------
-
-
-def test_latest_is_the_highest_step(tmp_path, saved):
-    assert latest_checkpoint(tmp_path / "absent") is None
-    assert latest_checkpoint(tmp_path) is None
-    for step in (9, 100, 20):
-        save(tmp_path, *saved, step)
-    (tmp_path / "checkpoint-500x").mkdir()
-    (tmp_path / "checkpoint-600").write_text("a file")
-    assert latest_checkpoint(tmp_path).name == "checkpoint-100"
-    assert [path.name for path in list_checkpoints(tmp_path)] == [
-        "checkpoint-9",
-        "checkpoint-20",
-        "checkpoint-100",
-    ]
-
-
-@pytest.mark.parametrize(
-    "victim", ["model.safetensors", "optimizer.safetensors", "config.json", "headrace.json"]
-)
-@pytest.mark.parametrize("damage", ["truncated", "empty", "missing"])
-def test_partly_written_checkpoint_is_passed_over(tmp_path, saved, caplog, victim, damage):
-    """Pitfall 16. A damaged newest one: a warning that names it, and the one before it."""
-    previous = save(tmp_path, *saved, 1)
-    newest = save(tmp_path, *saved, 2)
-    path = newest / victim
-    if damage == "missing":
-        path.unlink()
-    else:
-        path.write_bytes(path.read_bytes()[: -1 if damage == "truncated" else 0])
-    # The record's last byte is a line end, without which it is still whole.
-    harmless = victim == "headrace.json" and damage == "truncated"
-    with caplog.at_level(logging.WARNING, logger="headrace.store.checkpoint"):
-        assert latest_checkpoint(tmp_path) == (newest if harmless else previous)
-    if not harmless:
-        assert [str(newest) in message for message in caplog.messages] == [True]
-        assert victim in caplog.text
-        spec, state = fresh()
-        before = planes(state)
-        with pytest.raises(CheckpointError, match=f"checkpoint-2 is not .*{victim}"):
-            load_checkpoint(newest, spec, state)
-        assert differing(planes(state), before) == []
-
-
-def test_bytes_changed_on_the_disk(tmp_path, saved):
-    """A header that no longer describes the file is refused, not read."""
-    path = save(tmp_path, *saved, 1)
-    data = bytearray((path / "optimizer.safetensors").read_bytes())
-    data[8:40] = b"\0" * 32
-    (path / "optimizer.safetensors").write_bytes(data)
-    spec, state = fresh()
-    with pytest.raises(CheckpointError, match=r"optimizer\.safetensors is not a whole"):
-        load_checkpoint(path, spec, state)
-
-
-def test_older_format_is_refused(tmp_path, saved):
-    path = save(tmp_path, *saved, 1)
-    record = json.loads((path / checkpoint.RECORD).read_text())
-    (path / checkpoint.RECORD).write_text(json.dumps(record | {"format_version": 0}))
-    with pytest.raises(CheckpointError, match="format version 0"):
-        load_checkpoint(path, *fresh())
-
-
-OTHERS = {
-    "more layers": ({"num_hidden_layers": 4}, r"lacks .*layers\.3\."),
-    "fewer layers": ({"num_hidden_layers": 2}, r"has .* others \(model\.layers\.2\."),
-    "untied": ({"tied": False}, r"lacks .*lm_head\.weight"),
-    "wider": ({"hidden_size": 48}, r"embed_tokens\.weight .*\(96, 32\).*\(96, 48\)"),
-    "family": ({"family": "llama"}, r"others \(model\.layers\.0\.self_attn\.k_norm"),
-}
-
-
-@pytest.mark.parametrize("other", OTHERS)
-def test_checkpoint_of_another_model(tmp_path, saved, other):
-    overrides, message = OTHERS[other]
-    path = save(tmp_path, *saved, 1)
-    config = tiny_config(**{"tied": True} | overrides)
-    with pytest.raises(CheckpointError, match=message):
-        load_checkpoint(path, *fresh(config))
-
-
-def test_checkpoint_of_another_dtype(tmp_path, saved):
-    path = save(tmp_path, *saved, 1)
-    with pytest.raises(CheckpointError, match="dtype bfloat16, this run has float32"):
-        load_checkpoint(path, *fresh(dtype="float32"))
-
-
-def test_folder_that_is_no_checkpoint(tmp_path):
-    with pytest.raises(CheckpointError, match=r"not a complete checkpoint: headrace\.json"):
-        load_checkpoint(tmp_path, *fresh())
-
-
-def test_pruning_keeps_the_newest_complete_ones(tmp_path, saved):
-    paths = [save(tmp_path, *saved, step) for step in (1, 2, 3, 4)]
-    (paths[3] / "model.safetensors").unlink()
-    assert prune_checkpoints(tmp_path, keep=2) == [paths[0]]
-    assert list_checkpoints(tmp_path) == paths[1:]
-    assert prune_checkpoints(tmp_path, keep=2) == []
-    assert latest_checkpoint(tmp_path) == paths[2]
-
-
-def test_pruning_that_was_killed(tmp_path, saved, monkeypatch):
-    """Renamed before it is emptied: what is left never counts, and the next save clears it."""
-    for step in (1, 2):
-        save(tmp_path, *saved, step)
-    monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda *args, **kwargs: None)
-    prune_checkpoints(tmp_path, keep=1)
-    monkeypatch.undo()
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-2"]
-    save(tmp_path, *saved, 3)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-3"]
-
-
-# -- disk full -----------------------------------------------------------------------------
-
-
-def count_operations(monkeypatch, work):
-    names = []
-    with monkeypatch.context() as patch:
-        announce_operations(names.append, setattr=patch.setattr)
-        work()
-    return names
-
-
-def test_disk_full_at_any_operation_of_a_save(tmp_path, saved, monkeypatch):
-    """Each write, flush and rename of a save fails in turn: earlier checkpoints stay, and load."""
-    spec, state = saved
-    names = count_operations(monkeypatch, lambda: save(tmp_path / "count", spec, state, 2))
-    assert names.count("write") > 80  # headers and tensors
-    assert {"open", "fsync", "mkdir", "rename"} <= set(names)
-    previous = save(tmp_path / "run", spec, state, 1)
-    reached = 0
-    for victim in range(len(names)):
-        seen = []
-
-        def fail(name, seen=seen, victim=victim):
-            seen.append(name)
-            if len(seen) == victim + 1:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        with monkeypatch.context() as patch:
-            announce_operations(fail, setattr=patch.setattr)
-            try:
-                save(tmp_path / "run", spec, state, 2)
-            except CheckpointError as error:
-                reached += 1
-                assert "No space left on device" in str(error)  # noqa: PT017 - some operations may fail harmlessly
-        found = latest_checkpoint(tmp_path / "run")
-        if found != previous:  # the rename was done: the folder is complete
-            assert found.name == "checkpoint-2"
-            assert find_problem(found) is None
-            checkpoint.shutil.rmtree(found)
-        assert find_problem(previous) is None
-        left = {path.name for path in (tmp_path / "run").iterdir()} - {"checkpoint-1"}
-        assert left == set()
-    assert reached > 0.9 * len(names)
-    spec, again = fresh()
-    load_checkpoint(previous, spec, again)
-    assert differing(planes(again), planes(state)) == []
-
-
-@pytest.mark.parametrize("part", ["model", "optimizer"])
-def test_disk_takes_no_more_bytes(tmp_path, saved, part):
-    """The system itself refuses the last byte of the weights, of the moments."""
-    spec, state = saved
-    previous = save(tmp_path / "run", spec, state, 1)
-    limit = read_record(previous)["files"][f"{part}.safetensors"] - 1
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-    try:
-        with pytest.raises(CheckpointError, match="File too large"):
-            save(tmp_path / "run", spec, state, 2)
-        if part == "model":
-            with pytest.raises(CheckpointError, match="File too large"):
-                export_pretrained(spec, state, tmp_path / "export" / "model")
-            assert not any((tmp_path / "export").iterdir())
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert latest_checkpoint(tmp_path / "run") == previous
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoint-1"]
-
-
-def test_tokenizer_that_cannot_be_written(tmp_path, saved, tokenizer):
-    """Its library raises errors of its own."""
-    spec, state = saved
-    tokenizer.add_tokens([f"token-{number:06d}" * 20 for number in range(3000)])
-    previous = save(tmp_path / "run", spec, state, 1)
-    limit = max(read_record(previous)["files"].values()) + 1
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-    try:
-        with pytest.raises(CheckpointError, match="File too large"):
-            save(tmp_path / "run", spec, state, 2, tokenizer=tokenizer)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoint-1"]
-
-
-def test_output_dir_that_is_a_file(tmp_path, saved):
-    spec, state = saved
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="could not write"):
-        save(tmp_path / "file", spec, state, 1)
 
 
 def test_replaced_checkpoint(tmp_path, saved):
