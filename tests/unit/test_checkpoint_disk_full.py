@@ -17,10 +17,7 @@ from headrace.store.checkpoint import (
     read_record,
 )
 from saved import fresh, save, trained
-from tiny import (
-    differing,
-    planes,
-)
+from tiny import differing, planes
 
 
 @pytest.fixture(scope="module")
