@@ -32,6 +32,8 @@ _BASE = 0x9E3779B97F4A7C15
 _BASE_INVERSE = pow(_BASE, -1, 1 << 64)
 _SHINGLE_BASE = np.uint64(0xD6E8FEB86659FD93)
 _BLOCK = 2048
+_SHORT = 16 << 10
+_GROUP = 96 << 10
 
 
 _LOWER = bytes(ord(chr(b).lower()) if b < 0x80 else b for b in range(256))
@@ -93,11 +95,44 @@ class MinHasher:
         return self.signature_of_hashes(hashes_M)
 
     def signatures(self, texts: Sequence[bytes]) -> NDArray[np.uint32]:
-        """Signatures (N, P)."""
+        """Signatures (N, P); short texts are worked on together, which changes no bit."""
         result_NP = np.empty((len(texts), self.num_perm), dtype=np.uint32)
+        group: list[int] = []
+        held = 0
         for index, text in enumerate(texts):
-            result_NP[index] = self.signature(text)
+            if len(text) > _SHORT:
+                result_NP[index] = self.signature(text)
+                continue
+            group.append(index)
+            held += len(text) + 1
+            if held > _GROUP:
+                self._short_signatures(texts, group, result_NP)
+                group, held = [], 0
+        if group:
+            self._short_signatures(texts, group, result_NP)
         return result_NP
+
+    def _short_signatures(
+        self, texts: Sequence[bytes], group: list[int], result_NP: NDArray[np.uint32]
+    ) -> None:
+        joined = b"\n".join([texts[index] for index in group])
+        ends = np.cumsum([len(texts[index]) + 1 for index in group])
+        words, starts = self._segment_words(joined)
+        text_of_word = np.searchsorted(ends, starts, side="right")
+        width = self._shingle_words
+        num_words = np.bincount(text_of_word, minlength=len(group))
+        for place in np.flatnonzero(num_words < width):
+            result_NP[group[place]] = self.signature(texts[group[place]])
+        full = np.flatnonzero(num_words >= width)
+        if full.size == 0:
+            return
+        inside = text_of_word[: words.size - width + 1] == text_of_word[width - 1 :]
+        hashes = self._windows(words, width)[inside]
+        first = np.cumsum(num_words[full] - width + 1) - (num_words[full] - width + 1)
+        permuted_PM = self._a_P1 * _finalise32(hashes)[None, :]
+        permuted_PM += self._b_P1
+        best_PF = np.minimum.reduceat(permuted_PM, first, axis=1)
+        result_NP[np.array(group)[full]] = best_PF.T
 
     def signature_of_hashes(self, hashes_M: NDArray[np.uint32]) -> NDArray[np.uint32]:
         """Column minima of the permuted hashes."""
@@ -114,7 +149,10 @@ class MinHasher:
         words = self._word_hashes(folded)
         if words.size == 0:
             return np.empty(0, dtype=np.uint32)
-        width = min(self._shingle_words, words.size)
+        return self._windows(words, min(self._shingle_words, words.size))
+
+    @staticmethod
+    def _windows(words: NDArray[np.uint64], width: int) -> NDArray[np.uint32]:
         count = words.size - width + 1
         mixed = np.zeros(count, dtype=np.uint64)
         for offset in range(width):
@@ -126,7 +164,7 @@ class MinHasher:
 
     def _word_hashes(self, folded: bytes) -> NDArray[np.uint64]:
         if len(folded) <= _SEGMENT:
-            return self._segment_hashes(folded)
+            return self._segment_words(folded)[0]
         pieces = []
         start = 0
         while start < len(folded):
@@ -134,14 +172,15 @@ class MinHasher:
             if end < len(folded):
                 space = folded.rfind(b" ", start, end)
                 end = space if space > start else end
-            pieces.append(self._segment_hashes(folded[start:end]))
+            pieces.append(self._segment_words(folded[start:end])[0])
             start = end
         return np.concatenate(pieces)
 
-    def _segment_hashes(self, segment: bytes) -> NDArray[np.uint64]:
+    def _segment_words(self, segment: bytes) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+        """Hashes of the words of up to ``_SEGMENT`` bytes, and where each begins."""
         data = np.frombuffer(segment, dtype=np.uint8)
         if data.size == 0:
-            return np.empty(0, dtype=np.uint64)
+            return np.empty(0, dtype=np.uint64), np.empty(0, dtype=np.int64)
         inside = self._in_word[data]
         edges = np.empty(data.size + 1, dtype=np.bool_)
         edges[0], edges[-1] = inside[0], inside[-1]
@@ -161,7 +200,7 @@ class MinHasher:
         np.cumsum(self._values[data] * self._powers[: data.size], out=sums[1:])
         words = (sums[ends] - sums[starts]) * self._inverses[starts]
         words ^= words >> np.uint64(32)
-        return words
+        return words, starts
 
 
 def _finalise32(hashes: NDArray[np.uint32]) -> NDArray[np.uint32]:

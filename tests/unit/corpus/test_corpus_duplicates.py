@@ -203,6 +203,15 @@ def test_shingles_are_the_word_windows_wherever_they_stand(words: list[str]) -> 
     assert np.array_equal(hashes, shifted)
 
 
+@given(st.lists(st.lists(st.sampled_from(["a", "bb", "ccc", "é", "小麦", "--"]), max_size=9)))
+def test_texts_worked_on_together_have_the_signatures_of_each(words: list[list[str]]) -> None:
+    folded = [fold(" ".join(text)) for text in words]
+    together = HASHER.signatures(folded)
+    assert together.shape == (len(words), 64)
+    for text, signature in zip(folded, together, strict=True):
+        assert np.array_equal(HASHER.signature(text), signature)
+
+
 def test_long_texts_are_hashed_in_segments_alike() -> None:
     words = [f"w{i}" for i in range(300_000)]
     long = fold(" ".join(words))
