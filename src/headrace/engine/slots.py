@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from headrace.store.layout import align
+
 if TYPE_CHECKING:
     from headrace.engine.lanes import Mark, Ticket
     from headrace.store.layout import UnitLayout
@@ -22,46 +24,84 @@ class Slot:
 
     Attributes:
         flat: ``(size,)`` in the compute dtype.
+        full: float32, the values of parameters that are computed in float32 although the state
+            is split (see :attr:`headrace.store.layout.ParamSpec.low_offset`).
         ready: the transfer that filled it; None for a slot that is never filled.
         free: the point after its last reader.
     """
 
-    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, size: int, dtype: torch.dtype, device: torch.device, *, full_size: int = 0
+    ) -> None:
         self.flat = torch.zeros(size, dtype=dtype, device=device)
+        self.full = torch.zeros(full_size, dtype=torch.float32, device=device)
         self.ready: Ticket | None = None
         self.free: Mark | None = None
         self._leaves: dict[int, dict[str, torch.Tensor]] = {}
 
     @classmethod
-    def over(cls, flat: torch.Tensor) -> Slot:
+    def over(cls, flat: torch.Tensor, *, full_size: int = 0) -> Slot:
         """A slot that is the unit's own working weights, always filled."""
-        slot = cls(0, flat.dtype, flat.device)
+        slot = cls(0, flat.dtype, flat.device, full_size=full_size)
         slot.flat = flat
         return slot
 
     def parameters(self, layout: UnitLayout) -> dict[str, torch.Tensor]:
-        """The unit's parameters by local name: leaves that alias the slot.
+        """The unit's parameters and buffers by local name: leaves that alias the slot.
 
         Trainable ones require grad. They are made once a layout structure: gradients are taken
         with ``torch.autograd.grad``, so nothing accumulates in them.
         """
         key = hash(tuple((p.local_name, p.shape, p.offset, p.trainable) for p in layout.params))
         if key not in self._leaves:
+            places = self._full_places(layout)
             self._leaves[key] = {
-                p.local_name: self.flat[p.slice].view(p.shape).detach().requires_grad_(p.trainable)
+                p.local_name: places.get(p.local_name, self.flat[p.slice])
+                .view(p.shape)
+                .detach()
+                .requires_grad_(p.trainable)
                 for p in layout.params
             }
         return self._leaves[key]
 
+    @torch.no_grad()
+    def expand(self, layout: UnitLayout) -> None:
+        """Join both halves of float32 parameters; call once the slot is filled."""
+        places = self._full_places(layout)
+        for param in layout.float32_params if places else ():
+            high, low = self.flat[param.slice], self.flat[param.low_slice]
+            if self.flat.dtype == torch.float32:  # halves were upcast on their way in
+                high_bits, low_bits = high.view(torch.int32), low.view(torch.int32) >> 16
+            else:
+                high_bits = high.view(torch.int16).to(torch.int32) << 16
+                low_bits = low.view(torch.int16).to(torch.int32)
+            places[param.local_name].copy_((high_bits + low_bits).view(torch.float32))
+
+    def _full_places(self, layout: UnitLayout) -> dict[str, torch.Tensor]:
+        if not self.full.numel():
+            return {}
+        places, offset = {}, 0
+        for param in layout.float32_params:
+            places[param.local_name] = self.full[offset : offset + param.numel]
+            offset = align(offset + param.numel)
+        return places
+
     def poison(self) -> None:
         """Overwrite with NaN: whoever still reads it is found out."""
         self.flat.fill_(float("nan"))
+        self.full.fill_(float("nan"))
+
+
+def full_size(layout: UnitLayout) -> int:
+    """Elements of :attr:`Slot.full` that a unit needs."""
+    return sum(align(param.numel) for param in layout.float32_params)
 
 
 @dataclass(frozen=True)
 class _WeightReference:
-    """Where a saved weight lay in its slot."""
+    """Where a saved weight lay in its slot: in ``flat``, or in ``full``."""
 
+    full: bool
     offset: int
     size: torch.Size
     stride: tuple[int, ...]
@@ -75,9 +115,10 @@ class KeptGraph:
     """
 
     def __init__(self, slot: Slot) -> None:
-        self._storage = slot.flat.untyped_storage().data_ptr()
-        self._dtype = slot.flat.dtype
-        self._flat = slot.flat
+        self._flat, self._full = slot.flat, slot.full
+        self._flat_storage = slot.flat.untyped_storage().data_ptr()
+        # An empty tensor's storage has no address of its own.
+        self._full_storage = slot.full.untyped_storage().data_ptr() if slot.full.numel() else -1
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Saved-tensor hooks that store references in place of weights."""
@@ -85,19 +126,23 @@ class KeptGraph:
 
     def rebind(self, slot: Slot) -> None:
         """Let backward read the weights from ``slot``."""
-        self._flat = slot.flat
+        self._flat, self._full = slot.flat, slot.full
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch
     def _pack(self, saved: torch.Tensor) -> torch.Tensor | _WeightReference:
-        if saved.untyped_storage().data_ptr() != self._storage:
+        storage = saved.untyped_storage().data_ptr()
+        if storage not in (self._flat_storage, self._full_storage):
             return saved
-        assert saved.dtype == self._dtype, "a weight was saved under another dtype"
-        return _WeightReference(int(saved.storage_offset()), saved.size(), saved.stride())
+        full = storage == self._full_storage
+        source = self._full if full else self._flat
+        assert saved.dtype == source.dtype, "a weight was saved under another dtype"
+        return _WeightReference(full, int(saved.storage_offset()), saved.size(), saved.stride())
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch
     def _unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, _WeightReference):
-            return self._flat.as_strided(packed.size, packed.stride, packed.offset)
+            source = self._full if packed.full else self._flat
+            return source.as_strided(packed.size, packed.stride, packed.offset)
         assert isinstance(packed, torch.Tensor)
         return packed
 

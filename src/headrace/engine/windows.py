@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from headrace.engine.lanes import Lane, Mark
 from headrace.engine.schedule import Use, fetches_after, plan_uses
-from headrace.engine.slots import GradientSlot, Slot
+from headrace.engine.slots import GradientSlot, Slot, full_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -84,24 +84,28 @@ class Windows:
         self._poison = config.poison_slots
         layouts = state.layouts
         self._num_layers = len(layouts) - 2
+        full = [full_size(layout) if state.dtype == "bfloat16" else 0 for layout in layouts]
         # A unit on the device is its own slot, unless compute wants another type.
         own = {
-            index: Slot.over(unit.weights)
+            index: Slot.over(unit.weights, full_size=full[index])
             for index, unit in enumerate(state.units)
             if unit.on_device and unit.weights.dtype == dtype
         }
         streamed = [i for i in range(1, len(layouts) - 1) if i not in own]
         num_slots = max(2, min(config.weight_slots, len(streamed) + 1)) if streamed else 0
         size = max((layouts[i].size for i in streamed), default=0)
-        self.layers = [Slot(size, dtype, device) for _ in range(num_slots)]
+        most = max((full[i] for i in streamed), default=0)
+        self.layers = [Slot(size, dtype, device, full_size=most) for _ in range(num_slots)]
         self._num_streaming = num_slots
         self._resident: dict[int, int] = {}
         for index, slot in own.items():
             if 0 < index < len(layouts) - 1:
                 self._resident[index - 1] = len(self.layers)
                 self.layers.append(slot)
-        self.embed = own.get(0) or Slot(layouts[0].size, dtype, device)
-        self.head = own.get(len(layouts) - 1) or Slot(layouts[-1].size, dtype, device)
+        self.embed = own.get(0) or Slot(layouts[0].size, dtype, device, full_size=full[0])
+        self.head = own.get(len(layouts) - 1) or Slot(
+            layouts[-1].size, dtype, device, full_size=full[-1]
+        )
         self._streams_ends = (0 not in own, len(layouts) - 1 not in own)
         self._h2d = Lane("h2d", device, timeout_seconds=config.lane_timeout_seconds, jitter=jitter)
 
@@ -123,8 +127,25 @@ class Windows:
             slot.free = Mark.here(self._device)
 
     def wait(self, slot: Slot) -> Slot:
-        """Wait until ``slot`` is filled."""
+        """Wait until the embedding's or the head's slot is filled."""
         self._exposure.wait(slot)
+        self.expand(0 if slot is self.embed else self._num_layers + 1, slot)
+        return slot
+
+    def expand(self, unit: int, slot: Slot) -> None:
+        """Make the float32 parameters of a unit that is in its slot."""
+        if slot.full.numel():
+            if self._state.units[unit].on_device:
+                self._state.units[unit].refresh_low_halves()
+            slot.expand(self._state.layouts[unit])
+
+    def wait_for(self, use: Use) -> Slot:
+        """Wait until a layer is in its slot."""
+        slot = self.layers[use.slot]
+        if use.fetch:
+            self._exposure.wait(slot)
+        if use.fetch or use.layer in self._resident:
+            self.expand(1 + use.layer, slot)
         return slot
 
     def walk(self, num_layers: int, num_waves: int, *, backward: bool) -> Walk:
@@ -148,13 +169,15 @@ class Windows:
         self.layers[use.slot].free = Mark.here(self._device)
 
     def _fetch(self, unit: int, slot: Slot) -> None:
-        source = self._state.units[unit].weights
+        state = self._state.units[unit]
+        source = state.weights
         target = slot.flat[: source.numel()]
         poison = self._poison
 
         def work() -> None:
             if poison:
                 slot.poison()
+            state.refresh_low_halves()
             target.copy_(source, non_blocking=True)
 
         slot.ready = self._h2d.submit(work, [self._updater.updated[unit], slot.free])
@@ -179,10 +202,7 @@ class Walk:
         for index in range(self._next, self._next + count):
             self._next = index + 1
             use = self._plan[index]
-            slot = self._windows.layers[use.slot]
-            if use.fetch:
-                self._windows.wait(slot)
-            yield use, slot
+            yield use, self._windows.wait_for(use)
             self._windows.mark_free(use)  # means nothing for a resident layer's own slot
             self._start(index)
 

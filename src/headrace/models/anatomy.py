@@ -9,7 +9,9 @@ parameter; nothing is computed between layers. A model that breaks it is refused
 
 from __future__ import annotations
 
+import copy
 import inspect
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +19,10 @@ import torch
 from torch import nn
 
 from headrace.errors import ModelRefusedError
+from headrace.models.buffers import is_unset, unset
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 NUM_ROWS, NUM_POSITIONS = 2, 7
 
@@ -33,12 +36,25 @@ class Anatomy:
         layers_path: the list of decoder layers inside the base model.
         tail_paths: the modules between the last layer and the base model's output, in order.
         head_path: the matrix that gives logits, inside the causal LM.
+        float32: names of parameters and buffers that a bfloat16 model keeps in float32, with
+            ``*`` for the number of a layer.
+        constants: values of those that are set where modules are made, not by the class's
+            initialisation rule; None for a value that is not one number.
     """
 
     base_path: str
     layers_path: str
     tail_paths: tuple[str, ...]
     head_path: str
+    float32: frozenset[str] = frozenset()
+    constants: Mapping[str, float | None] = field(default_factory=dict)
+
+    def without_number(self, name: str) -> str:
+        """A parameter's name with ``*`` for the number of its layer."""
+        prefix = f"{self.base_path}.{self.layers_path}."
+        if not name.startswith(prefix):
+            return name
+        return f"{prefix}*.{name.removeprefix(prefix).partition('.')[2]}"
 
 
 def find_layers(base: nn.Module) -> str:
@@ -64,9 +80,13 @@ def find_base(model: nn.Module) -> str:
         ModelRefusedError: there is none.
     """
     path = str(getattr(model, "base_model_prefix", ""))
-    if not path or not isinstance(getattr(model, path, None), nn.Module):
-        raise ModelRefusedError(f"{type(model).__name__} has no base model under {path!r}")
-    return path
+    if path and isinstance(getattr(model, path, None), nn.Module):
+        return path
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    for name, child in model.named_children():
+        if any(module is embedding for module in child.modules()) and child is not embedding:
+            return name
+    raise ModelRefusedError(f"{type(model).__name__} has no base model under {path!r}")
 
 
 def accepted(function: Any, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -77,7 +97,9 @@ def accepted(function: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name in parameters}
 
 
-def bind(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict]:
+def bind(
+    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
     """A layer's call as its hidden state and everything else by name."""
     names = [
         name
@@ -167,6 +189,44 @@ def examine(twin: nn.Module) -> Anatomy:
     )
     _check_random(kind, base, arguments, last)
     return anatomy
+
+
+def float32_names(twin: nn.Module, anatomy: Anatomy) -> frozenset[str]:
+    """What stays float32 when transformers loads a model in bfloat16.
+
+    Args:
+        twin: the model built in bfloat16.
+        anatomy: of the same class.
+    """
+    strict = getattr(twin, "_keep_in_fp32_modules_strict", None) or ()
+    return frozenset(
+        anatomy.without_number(name)
+        for name, value in twin.state_dict().items()
+        if value.dtype == torch.float32 or any(re.search(pattern, name) for pattern in strict)
+    )
+
+
+def constructed_values(twin: nn.Module, anatomy: Anatomy) -> dict[str, float | None]:
+    """What a fresh model holds that its class's initialisation rule does not set.
+
+    Args:
+        twin: as transformers makes it, with its fresh values.
+        anatomy: of the class.
+    """
+    rule: Any = twin._init_weights  # noqa: SLF001 - the class's own rule has no public name
+    blank = copy.deepcopy(twin)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        for tensor in blank.state_dict().values():
+            tensor.copy_(unset(tensor))
+        for module in blank.modules():
+            rule(module)
+    fresh, found = twin.state_dict(), {}
+    for name, tensor in blank.state_dict().items():
+        if is_unset(tensor):
+            value = fresh[name]
+            one = value.numel() > 0 and bool((value == value.flatten()[0]).all())
+            found[anatomy.without_number(name)] = float(value.flatten()[0]) if one else None
+    return found
 
 
 def _watch(base: nn.Module, layers_path: str, record: _Record) -> Iterator[Any]:
@@ -285,7 +345,7 @@ def _tail(kind: str, record: _Record, last: torch.Tensor) -> tuple[str, ...]:
             )
         hidden = first_tensor(visit.given)
         paths.append(visit.path)
-    if hidden is not last:
+    if hidden is not last and not _is_view(last, hidden):
         raise ModelRefusedError(f"{kind} computes something after its last layer and final norm")
     return tuple(paths)
 
@@ -308,6 +368,16 @@ def _check_outside(
             )
 
 
+def _is_view(tensor: torch.Tensor, source: Any) -> bool:
+    """The same values under another view."""
+    return (
+        isinstance(source, torch.Tensor)
+        and tensor.data_ptr() == source.data_ptr()
+        and tensor.shape == source.shape
+        and tensor.stride() == source.stride()
+    )
+
+
 def _within(path: str, outer: str) -> bool:
     return path == outer or path.startswith(f"{outer}.")
 
@@ -316,8 +386,8 @@ def _check_random(
     kind: str, base: nn.Module, arguments: dict[str, Any], first: torch.Tensor
 ) -> None:
     with torch.no_grad():
-        again = base(**accepted(base.forward, arguments))
-    again = getattr(again, "last_hidden_state", None) if not isinstance(again, tuple) else again[0]
+        output = base(**accepted(base.forward, arguments))
+    again = output[0] if isinstance(output, tuple) else output.last_hidden_state
     if not torch.equal(first, again):
         raise ModelRefusedError(
             f"{kind} is random in training (dropout or noise): forward and recompute would differ",

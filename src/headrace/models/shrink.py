@@ -29,7 +29,8 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"(moe_)?shared_(expert_)?(expert|experts)?_?intermediate_size|shared_intermediate_size", 24),
     (r"\w*intermediate_size(_mlp)?|ffn_dim|dff|dim_ff|ffn_hidden_size|n_inner|d_inner", 40),
     (r"feed_forward_size|decoder_ffn_dim|encoder_ffn_dim|block_dim", 40),
-    (r"(unpadded_|decoder_)?vocab_size", VOCAB),
+    (r"(unpadded_|decoder_)?vocab_size(_per_layer_input)?", VOCAB),
+    ("hidden_size_per_layer_input|ple_embed_dim", 8),
     ("max_position_embeddings|n_positions|n_ctx|max_seq_len|max_sequence_length", POSITIONS),
     ("context_length|model_max_length|max_target_positions", POSITIONS),
     ("sliding_window|window_size|sliding_window_size|attention_window_size", WINDOW),
@@ -103,7 +104,9 @@ def _depth_keys(config: Any) -> list[str]:
 def _shrunk(key: str, value: Any, values: dict[str, Any], depth: int, num_layers: int) -> Any:
     if key == "per_layer_config" and isinstance(value, dict):
         return {
-            layer: _shrunk(key, changes, values | changes, depth, num_layers)
+            layer: {
+                k: _shrunk(k, v, values | changes, depth, num_layers) for k, v in changes.items()
+            }
             for layer, changes in value.items()
             if int(layer) < num_layers
         }

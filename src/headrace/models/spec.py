@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,15 @@ from torch import nn
 
 from headrace.errors import ConfigError, HeadraceError, ModelRefusedError
 from headrace.models import attention, experts
-from headrace.models.anatomy import Anatomy, beside, examine, find_base, find_layers
+from headrace.models.anatomy import (
+    Anatomy,
+    beside,
+    constructed_values,
+    examine,
+    find_base,
+    find_layers,
+    float32_names,
+)
 from headrace.models.head import HeadProbe, LogitRule, find_rules
 from headrace.models.shrink import MAX_LAYERS, shrink
 from headrace.models.structure import covering_prefix
@@ -30,6 +38,8 @@ if TYPE_CHECKING:
 # Proven against plain autograd, parameter by parameter, in tests/parity; others prove themselves
 # before they train (headrace.selftest).
 VERIFIED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+MAX_TINY = 50_000_000  # parameters of a tiny twin
 
 _anatomies: dict[str, Anatomy] = {}
 
@@ -83,7 +93,7 @@ class ModelSpec:
         self.config = text_config(config)
         _refuse_switches(self.config)
         self.model: nn.Module = build_model(self.config, device="meta")
-        self.parts = _find_parts(self.model, self.config)
+        self.parts, self._anatomy = _find_parts(self.model, self.config)
         embedding = self.model.get_input_embeddings()  # type: ignore[operator]
         self.tied = self.parts.head.weight is embedding.weight
         self._embedding = embedding
@@ -109,23 +119,31 @@ class ModelSpec:
         )
 
     def _plan_units(self, trainable: Callable[[str], bool]) -> tuple[UnitLayout, ...]:
-        parts = self.parts
+        parts, anatomy = self.parts, self._anatomy
+        saved = self.model.state_dict().keys()
+        parameters = {name for name, _ in self.model.named_parameters()}
         seen: set[int] = set()
 
         def entries(
             module: nn.Module, path: str, local: str = ""
         ) -> list[tuple[str, str, tuple[int, ...], bool]]:
             found = []
-            for name, parameter in module.named_parameters():
-                if id(parameter) in seen:
-                    continue
-                seen.add(id(parameter))
+            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
                 full = f"{path}.{name}"
-                found.append((full, local + name, tuple(parameter.shape), trainable(full)))
+                if id(tensor) in seen or full not in saved:
+                    continue
+                seen.add(id(tensor))
+                if not tensor.is_floating_point():
+                    raise ModelRefusedError(
+                        f"{type(self.model).__name__} has a buffer of integers in its checkpoint, "
+                        f"{full}, and headrace streams weights only"
+                    )
+                trained = full in parameters and trainable(full)
+                found.append((full, local + name, tuple(tensor.shape), trained))
             return found
 
         base = parts.base_path
-        layers, tail, head = [], [], []
+        layers, tail = [], []
         # The token embedding first: a tied head is its, not the other way round.
         embed = entries(self._embedding, self._path_of(self._embedding), self._embed_local)
         for i, layer in enumerate(parts.layers):
@@ -140,13 +158,17 @@ class ModelSpec:
                 f"{type(self.model).__name__} has parameters outside its base model and its head: "
                 f"{', '.join(rest[:3])}"
             )
-        units = [plan_unit("embed", embed)]
-        units += [plan_unit(f"layers.{i}", entry) for i, entry in enumerate(layers)]
-        units.append(plan_unit("head", tail + head))
-        return tuple(units)
+        float32 = {name for name in saved if anatomy.without_number(name) in anatomy.float32}
+        named = [("embed", embed), *((f"layers.{i}", e) for i, e in enumerate(layers))]
+        return tuple(
+            plan_unit(name, entry, buffers=saved - parameters, float32=float32)
+            for name, entry in (*named, ("head", tail + head))
+        )
 
     def _path_of(self, wanted: nn.Module) -> str:
-        return next(path for path, module in self.model.named_modules() if module is wanted)
+        paths = (path for path, module in self.model.named_modules() if module is wanted)
+        path: str = next(paths)
+        return path
 
     @property
     def _embed_local(self) -> str:
@@ -197,7 +219,26 @@ class ModelSpec:
             base = self.parts.base
             return [(f"{path}.", base.get_submodule(path)) for path in self.parts.embed_paths]
         tail = [(f"tail.{i}.", module) for i, module in enumerate(self.parts.tail)]
-        return tail if self.tied else [*tail, ("head.", self.parts.head)]
+        has_own = not self.tied or self.parts.head.bias is not None
+        return [*tail, ("head.", self.parts.head)] if has_own else tail
+
+    def constant(self, name: str) -> float | None:
+        """The fresh value of a parameter that the class's initialisation rule does not set.
+
+        Raises:
+            ConfigError: it is not one number, so that it comes from a checkpoint or not at all.
+        """
+        key = self._anatomy.without_number(name)
+        if key not in self._anatomy.constants:
+            return None
+        value = self._anatomy.constants[key]
+        if value is None:
+            raise ConfigError(
+                f"{type(self.model).__name__} draws {name} where it makes its modules, which "
+                "headrace cannot repeat for one layer at a time",
+                remedy="start from a checkpoint that transformers has saved",
+            )
+        return value
 
     def parameter_names(self) -> Iterator[str]:
         """Names of all parameters, in order of units and offsets."""
@@ -246,9 +287,13 @@ def text_config(config: Any) -> Any:
 
 
 def build_model(
-    config: Any, *, device: str, attention_name: str = attention.IMPLEMENTATION
+    config: Any,
+    *,
+    device: str,
+    attention_name: str = attention.IMPLEMENTATION,
+    dtype: torch.dtype = torch.float32,
 ) -> nn.Module:
-    """The causal LM of a configuration with headrace's attention and experts, in float32.
+    """The causal LM of a configuration with headrace's attention and experts.
 
     Raises:
         ModelRefusedError: transformers has no causal LM for it, or cannot build this one.
@@ -261,20 +306,31 @@ def build_model(
         with torch.device(device):
             model: nn.Module = AutoModelForCausalLM.from_config(
                 copy.deepcopy(config),
-                dtype=torch.float32,
+                dtype=dtype,
                 attn_implementation=attention_name,
                 experts_implementation=experts.IMPLEMENTATION,
                 trust_remote_code=False,
             )
-    except (ValueError, TypeError, AttributeError, KeyError, RuntimeError, ImportError) as error:
-        raise ModelRefusedError(
-            f"transformers cannot build a causal LM from a {getattr(config, 'model_type', '?')!r} "
-            f"configuration: {_first_line(error)}"
-        ) from error
+    except KeyError as error:
+        if error.args == (attention_name,):
+            raise ModelRefusedError(
+                f"{type(config).__name__.removesuffix('Config')} does not take its attention from "
+                "transformers' attention interface, so headrace cannot give it one"
+            ) from error
+        raise ModelRefusedError(_cannot_build(config, error)) from error
+    except (ValueError, TypeError, AttributeError, RuntimeError, ImportError) as error:
+        raise ModelRefusedError(_cannot_build(config, error)) from error
     return model.train()
 
 
-def _find_parts(model: nn.Module, config: Any) -> Parts:
+def _cannot_build(config: Any, error: BaseException) -> str:
+    return (
+        f"transformers cannot build a causal LM from a {getattr(config, 'model_type', '?')!r} "
+        f"configuration: {_first_line(error)}"
+    )
+
+
+def _find_parts(model: nn.Module, config: Any) -> tuple[Parts, Anatomy]:
     """Find embedding, layers, final norm and head of a causal LM, and check their contract.
 
     Raises:
@@ -284,7 +340,7 @@ def _find_parts(model: nn.Module, config: Any) -> Parts:
     base = model.get_submodule(base_path)
     layers = base.get_submodule(find_layers(base))
     assert isinstance(layers, nn.ModuleList)
-    found = _anatomy(config, covering_prefix(layers, MAX_LAYERS))
+    found = _anatomy(config, covering_prefix(list(layers), MAX_LAYERS))
     head = model.get_submodule(found.head_path)
     assert isinstance(head, nn.Linear)
     embed_paths = tuple(
@@ -292,7 +348,7 @@ def _find_parts(model: nn.Module, config: Any) -> Parts:
         for path, module in beside(base, found.layers_path)
         if path not in found.tail_paths and any(True for _ in module.parameters())
     )
-    return Parts(
+    parts = Parts(
         base=base,
         base_path=base_path,
         embed_paths=embed_paths,
@@ -303,6 +359,7 @@ def _find_parts(model: nn.Module, config: Any) -> Parts:
         head=head,
         head_path=found.head_path,
     )
+    return parts, found
 
 
 def _anatomy(config: Any, num_layers: int) -> Anatomy:
@@ -311,9 +368,16 @@ def _anatomy(config: Any, num_layers: int) -> Anatomy:
         tiny = shrink(config, num_layers)
         key = f"{type(config).__qualname__} {json.dumps(tiny.to_dict(), default=str)}"
         if key not in _anatomies:
+            _refuse_large(tiny)
             with torch.random.fork_rng(devices=[]):
                 twin = build_model(tiny, device="cpu", attention_name=attention.EXAMINING)
-                _anatomies[key] = examine(twin)
+                found = examine(twin)
+                half = build_model(tiny, device="meta", dtype=torch.bfloat16)
+                _anatomies[key] = replace(
+                    found,
+                    float32=float32_names(half, found),
+                    constants=constructed_values(twin, found),
+                )
     except HeadraceError:
         raise
     except Exception as error:
@@ -327,6 +391,15 @@ def _anatomy(config: Any, num_layers: int) -> Anatomy:
             f"examine it: {type(error).__name__}: {_first_line(error)}"
         ) from error
     return _anatomies[key]
+
+
+def _refuse_large(tiny: Any) -> None:
+    size = sum(p.numel() for p in build_model(tiny, device="meta").parameters())
+    if size > MAX_TINY:
+        raise ModelRefusedError(
+            f"the tiny twin of a {tiny.model_type!r} model still has {size:,} parameters: "
+            "headrace does not know the names of its sizes"
+        )
 
 
 def _refuse_switches(config: Any) -> None:

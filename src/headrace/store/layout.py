@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
 # 256 bytes of bfloat16. The compiler clones inputs that are aligned to less, and a clone would
 # escape the check that recognises weights by their storage (docs/engine.md, kept graphs).
@@ -35,6 +35,9 @@ class ParamSpec:
         shape: as in the model.
         offset: first element in the unit's flat buffer.
         trainable: whether it has gradients and optimizer state.
+        buffer: it is no parameter but a buffer that checkpoints hold (a routing bias).
+        low_offset: where the low halves of its values lie in the flat buffer, for what a bfloat16
+            model computes in float32 all the same (its class says so); else None.
     """
 
     name: str
@@ -42,11 +45,19 @@ class ParamSpec:
     shape: tuple[int, ...]
     offset: int
     trainable: bool
+    buffer: bool = False
+    low_offset: int | None = None
 
     @property
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def low_slice(self) -> slice:
+        """The low halves of its elements in the flat buffer."""
+        assert self.low_offset is not None
+        return slice(self.low_offset, self.low_offset + self.numel)
 
     @property
     def slice(self) -> slice:
@@ -72,8 +83,13 @@ class UnitLayout:
 
     @property
     def num_parameters(self) -> int:
-        """Elements that are parameters, alignment not counted."""
-        return sum(param.numel for param in self.params)
+        """Elements that are parameters, alignment and buffers not counted."""
+        return sum(param.numel for param in self.params if not param.buffer)
+
+    @property
+    def float32_params(self) -> tuple[ParamSpec, ...]:
+        """What a bfloat16 model computes in float32 all the same."""
+        return tuple(param for param in self.params if param.low_offset is not None)
 
     @property
     def num_trainable_parameters(self) -> int:
@@ -81,11 +97,24 @@ class UnitLayout:
         return sum(param.numel for param in self.params if param.trainable)
 
 
-def plan_unit(name: str, params: Iterable[tuple[str, str, Sequence[int], bool]]) -> UnitLayout:
+def plan_unit(
+    name: str,
+    params: Iterable[tuple[str, str, Sequence[int], bool]],
+    *,
+    buffers: Collection[str] = (),
+    float32: Collection[str] = (),
+) -> UnitLayout:
     """Lay out a unit from ``(name, local_name, shape, trainable)`` tuples.
 
     Matrices come before vectors inside each part, so that parameters with and without weight
-    decay form two ranges, and sizes that need padding come last.
+    decay form two ranges, and sizes that need padding come last. The low halves of what is
+    computed in float32 follow behind everything else.
+
+    Args:
+        name: of the unit.
+        params: parameters, and buffers that checkpoints hold.
+        buffers: full names of those that are buffers.
+        float32: full names of those that a bfloat16 model computes in float32.
     """
     ordered = sorted(
         params,
@@ -100,11 +129,16 @@ def plan_unit(name: str, params: Iterable[tuple[str, str, Sequence[int], bool]])
             shape=tuple(shape),
             offset=offset,
             trainable=trainable,
+            buffer=full_name in buffers,
         )
         placed.append(param)
         offset = align(offset + param.numel)
         if trainable:
             num_trainable = offset
+    for index, param in enumerate(placed):
+        if param.name in float32:
+            placed[index] = replace(param, low_offset=offset)
+            offset = align(offset + param.numel)
     return UnitLayout(name=name, params=tuple(placed), num_trainable=num_trainable, size=offset)
 
 

@@ -136,6 +136,9 @@ def initialise(spec: ModelSpec, state: ModelState, *, seed: int) -> None:
             torch.manual_seed(seed * 1_000_003 + number)
             values = dict(_initialised(spec.unit_modules(number), rule))
         for param in layout.params:
+            constant = spec.constant(param.name)
+            if constant is not None:
+                values[param.local_name].fill_(constant)
             unit.set_master(param, values[param.local_name])
 
 
@@ -144,11 +147,10 @@ def _initialised(
 ) -> Iterable[tuple[str, torch.Tensor]]:
     for prefix, template in modules:
         module = copy.deepcopy(template).to_empty(device="cpu")
-        for parameter in module.parameters():
-            # Memory from to_empty may hold anything; a rule that misses a parameter must not
-            # depend on it.
-            torch.nn.init.zeros_(parameter)
+        for tensor in (*module.parameters(), *module.buffers()):
+            # Memory from to_empty may hold anything; what the rule misses is a constant.
+            torch.nn.init.zeros_(tensor)
         for part in module.modules():
             rule(part)
-        for name, parameter in module.named_parameters():
-            yield prefix + name, parameter.detach()
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            yield prefix + name, tensor.detach()

@@ -71,13 +71,25 @@ class UnitState:
     def master(self, param: ParamSpec) -> torch.Tensor:
         """A float32 copy of a parameter's master weight, in its shape."""
         weights = self.weights[param.slice].cpu()
-        if self.remainder is None or not param.trainable:
+        low = None
+        if self.remainder is not None and param.trainable:
+            low = self.remainder[param.slice]
+        elif self.remainder is not None and param.low_offset is not None:
+            low = self.weights[param.low_slice].view(torch.int16)
+        if low is None:
             return weights.to(torch.float32, copy=True).view(param.shape)
         out = np.empty(param.numel, np.float32)
-        self._kernels.join_float32(
-            weights.view(torch.uint16).numpy(), self.remainder[param.slice].cpu().numpy(), out
-        )
+        self._kernels.join_float32(weights.view(torch.uint16).numpy(), low.cpu().numpy(), out)
         return torch.from_numpy(out).view(param.shape)
+
+    def refresh_low_halves(self) -> None:
+        """Make what is sent of float32 parameters that of the last update; call before sending."""
+        if self.remainder is None:
+            return
+        for param in self.layout.float32_params:
+            if param.trainable:
+                low = self.weights[param.low_slice].view(torch.int16)
+                low.copy_(self.remainder[param.slice])
 
     def set_master(self, param: ParamSpec, value: torch.Tensor) -> None:
         """Store a parameter's master weight; ``value`` has the parameter's shape, any float dtype.
@@ -99,21 +111,29 @@ class UnitState:
             return
         if flat.dtype == torch.bfloat16:
             self.weights[param.slice].copy_(flat)
-            if param.trainable:
-                self.remainder[param.slice].zero_()
+            for low in self._low_halves(param):
+                low.zero_()
             return
         source = np.ascontiguousarray(flat.to(torch.float32).numpy())
-        high, low = self.weights[param.slice], torch.empty(param.numel, dtype=torch.int16)
-        if param.trainable:
-            low = self.remainder[param.slice]
+        low_host = torch.empty(param.numel, dtype=torch.int16)
         # Planes on the device are split on the host and sent; on the host .cpu() is the plane.
-        host_high, host_low = high.cpu(), low.cpu()
-        bits = host_high.view(torch.uint16).numpy()
-        if not self._kernels.split_float32(source, bits, host_low.numpy()):
+        high = self.weights[param.slice]
+        high_host = high.cpu()
+        bits = high_host.view(torch.uint16).numpy()
+        if not self._kernels.split_float32(source, bits, low_host.numpy()):
             raise DataError(f"{param.name} has values that round to infinity in bfloat16")
         if self.on_device:
-            high.copy_(host_high)
-            low.copy_(host_low)
+            high.copy_(high_host)
+        for low in self._low_halves(param):
+            low.copy_(low_host)
+
+    def _low_halves(self, param: ParamSpec) -> list[torch.Tensor]:
+        """Everywhere that the low halves of a split parameter are kept, as int16."""
+        assert self.remainder is not None
+        kept = [self.remainder[param.slice]] if param.trainable else []
+        if param.low_offset is not None:
+            kept.append(self.weights[param.low_slice].view(torch.int16))
+        return kept
 
 
 class HostArrays:
@@ -221,8 +241,11 @@ class ModelState:
         """Bytes of master weights and moments, alignment not counted."""
         frozen = 2 if self.dtype == "bfloat16" else 4
         trainable = sum(layout.num_trainable_parameters for layout in self.layouts)
-        total = sum(layout.num_parameters for layout in self.layouts)
-        return 12 * trainable + frozen * (total - trainable)
+        total = sum(param.numel for layout in self.layouts for param in layout.params)
+        low = 0
+        if self.dtype == "bfloat16":
+            low = 2 * sum(p.numel for layout in self.layouts for p in layout.float32_params)
+        return 12 * trainable + frozen * (total - trainable) + low
 
     @property
     def allocated_bytes(self) -> int:

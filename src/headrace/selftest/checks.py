@@ -1,0 +1,209 @@
+"""The checks of a self-test, each on a tiny model in float32.
+
+Slots are poisoned between forward and backward, so a graph that hid a weight reads NaN. Errors
+are relative per parameter; what is far smaller than the whole gradient is measured against a
+share of that, because gradients that cancel exactly (a bias of keys) are rounding alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from headrace.engine import Engine, EngineConfig
+from headrace.errors import HeadraceError
+from headrace.selftest.reference import documents, logits_of, reference_gradients
+from headrace.selftest.twin import CUTS, make_batch, make_batches
+from headrace.store.checkpoint import export_pretrained
+from headrace.store.loading import load_pretrained
+from headrace.store.state import ModelState
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import nn
+
+    from headrace.batch import MicroBatch
+    from headrace.models.spec import ModelSpec
+
+MAX_GRADIENT_ERROR = 1e-5
+MAX_PACKING_LEAK = 1e-6
+CONDITIONING = 4.0  # times what one unit in the last place of the weights does
+SMALLEST_SHARE = 1e-3  # of the whole gradient's root mean square
+
+
+class CheckFailedError(HeadraceError):
+    """A check found a difference; the message names the first tensor."""
+
+
+@dataclass(frozen=True)
+class GradientCheck:
+    """The worst gradient over all modes, and whose it is."""
+
+    error: float
+    parameter: str
+
+
+def check_gradients(spec: ModelSpec, state: ModelState, model: nn.Module) -> GradientCheck:
+    """Streamed gradients against plain autograd: rows and packed, kept and recomputed.
+
+    Raises:
+        CheckFailedError: a loss or a gradient differs.
+    """
+    worst = GradientCheck(0.0, "")
+    for packed in (False, True):
+        batches = make_batches(2, cuts=CUTS if packed else (), vocab_size=spec.vocab_size)
+        wanted_loss, wanted = reference_gradients(model, batches)
+        limits: dict[str, float] = {}
+        modes: tuple[Literal["keep", "recompute"], ...] = ("keep", "recompute")
+        for activations in modes:
+            where = f"{'packed' if packed else 'unpacked'} rows, activations: {activations}"
+            loss, found = streamed_gradients(spec, state, batches, activations=activations)
+            if not math.isclose(loss, wanted_loss, rel_tol=2e-6, abs_tol=2e-6):
+                raise CheckFailedError(f"the loss is {loss:.7f}, not {wanted_loss:.7f} ({where})")
+            errors = relative_errors(found, wanted)
+            for name, error in errors.items():
+                if not error <= MAX_GRADIENT_ERROR:  # NaN is not either
+                    limits = limits or _rounding_limits(model, batches, wanted)
+                    if error <= limits[name]:
+                        continue
+                    raise CheckFailedError(
+                        f"the gradient of {name} differs from plain autograd by {error:.2g} "
+                        f"relative ({where})"
+                    )
+            name = max(errors, key=lambda key: errors[key])
+            if errors[name] > worst.error:
+                worst = GradientCheck(errors[name], name)
+    return worst
+
+
+def _rounding_limits(
+    model: nn.Module, batches: Sequence[MicroBatch], wanted: Mapping[str, torch.Tensor]
+) -> dict[str, float]:
+    """What rounding alone does to the reference: its weights moved by one part in 2 ** 23.
+
+    Deep or badly conditioned models amplify the last bit of a weight; no order of sums could
+    agree more closely than the model agrees with itself.
+    """
+    moved = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for parameter in moved.parameters():
+            sign = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
+            parameter.mul_(1 + sign * 2.0**-23)
+    _, found = reference_gradients(moved, batches)
+    return {name: CONDITIONING * error for name, error in relative_errors(found, wanted).items()}
+
+
+def streamed_gradients(
+    spec: ModelSpec, state: ModelState, batches: Sequence[MicroBatch], **settings: Any
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of one streamed step with poisoned slots; the weights stay."""
+    config = EngineConfig(update_threads=1, poison_slots=True, weight_slots=2, **settings)
+    with Engine(spec, state, "cpu", config) as engine:
+        result = engine.step(batches, learning_rate=0.0, max_grad_norm=1.0)
+        engine.updater.gradient_norm()  # waits for them
+        found = {
+            param.name: flat[param.slice].float().view(param.shape).clone()
+            for unit, layout in enumerate(spec.units)
+            for flat in (engine.updater.returned_gradient(unit),)
+            for param in layout.params
+            if param.trainable
+        }
+        engine.synchronize()
+    return result.loss, found
+
+
+def relative_errors(
+    found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]
+) -> dict[str, float]:
+    """Norm of each difference over the norm of what was wanted, by parameter."""
+    squares = sum(float(g.double().square().sum()) for g in wanted.values())
+    mean = math.sqrt(squares / sum(g.numel() for g in wanted.values()))
+    errors = {}
+    for name, value in found.items():
+        reference = wanted[name].double()
+        floor = SMALLEST_SHARE * mean * math.sqrt(reference.numel())
+        difference = float((value.double() - reference).norm())
+        errors[name] = difference / max(float(reference.norm()), floor)
+    return errors
+
+
+def packing_leak(spec: ModelSpec, state: ModelState) -> float:
+    """Change one document: how much its neighbour's loss and gradients change, relative.
+
+    Raises:
+        CheckFailedError: more than rounding.
+    """
+    generator = torch.Generator().manual_seed(3)
+    ids_BT = torch.randint(0, spec.vocab_size, (2, 14), generator=generator)
+    other_BT = ids_BT.clone()
+    other_BT[:, :7] = (other_BT[:, :7] + 1) % spec.vocab_size
+    runs = [
+        streamed_gradients(spec, state, [make_batch(ids, cuts=(7,), first=7)])
+        for ids in (ids_BT, other_BT)
+    ]
+    (loss, gradients), (perturbed, others) = runs
+    # Over the whole gradient: experts sum in an order that depends on the neighbour's tokens too.
+    squares = [
+        (float((others[n] - g).double().square().sum()), float(g.double().square().sum()))
+        for n, g in gradients.items()
+    ]
+    change = math.sqrt(sum(d for d, _ in squares) / sum(g for _, g in squares))
+    leak = max(abs(perturbed - loss) / abs(loss), change)
+    if not leak <= MAX_PACKING_LEAK:
+        raise CheckFailedError(
+            "packed documents see each other: changing one changes its neighbour's gradients by "
+            f"{leak:.2g} relative"
+        )
+    return leak
+
+
+def reload_error(spec: ModelSpec, state: ModelState, model: nn.Module) -> float:
+    """Export, then load with transformers and with headrace: logits and weights must be equal.
+
+    Raises:
+        CheckFailedError: they are not.
+    """
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415 - slow; only when needed
+
+    with tempfile.TemporaryDirectory() as folder:
+        out = export_pretrained(spec, state, Path(folder) / "model")
+        again, info = AutoModelForCausalLM.from_pretrained(
+            out,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            experts_implementation="eager",
+            output_loading_info=True,
+        )
+        again.train()
+        for parameter in again.parameters():
+            # Out of the file's mapping: matmuls round differently on memory aligned differently.
+            parameter.data = parameter.data.clone()
+        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+            if info.get(kind):
+                raise CheckFailedError(f"reloading an export has {kind}: {sorted(info[kind])[:3]}")
+        (batch,) = make_batches(1, vocab_size=spec.vocab_size, seed=5)
+        largest = 0.0
+        with torch.no_grad():
+            for ids_1T, _ in documents(batch):
+                difference = logits_of(again, ids_1T) - logits_of(model, ids_1T)
+                largest = max(largest, float(difference.abs().max()))
+        if largest != 0.0:
+            raise CheckFailedError(f"logits differ by {largest:.2g} after export and reload")
+        loaded = ModelState(spec.units, "float32")
+        try:
+            load_pretrained(spec, loaded, out)
+            for before, after in zip(state.units, loaded.units, strict=True):
+                for param in before.layout.params:
+                    if not torch.equal(before.master(param), after.master(param)):
+                        raise CheckFailedError(f"{param.name} differs after export and reload")
+        finally:
+            loaded.close()
+    return largest

@@ -1,0 +1,115 @@
+"""The self-test of a configuration, from cache or run: does this model train exactly here?
+
+Owns the order of the checks and what a failure means. The invariant: ``ok`` is said only after
+every check passed on a tiny model of the same class and switches, under the versions in use.
+Trains nothing and reads no weights.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+from typing import Any
+
+from headrace.errors import HeadraceError, ModelRefusedError
+from headrace.models.spec import ModelSpec
+from headrace.selftest import checks
+from headrace.selftest.reference import reference_model
+from headrace.selftest.twin import filled_state, tiny_config
+from headrace.selftest.verdict import (
+    Verdict,
+    cache_key,
+    current_versions,
+    read_cached,
+    write_cached,
+)
+
+_logger = logging.getLogger(__name__)
+
+
+def run_selftest(config: Any, *, use_cache: bool = True) -> Verdict:
+    """Test a configuration's class and switches on a tiny twin.
+
+    Args:
+        config: a transformers configuration.
+        use_cache: believe an earlier verdict under the same versions.
+    """
+    started = time.perf_counter()
+    versions = current_versions()
+    model_type = str(getattr(config, "model_type", ""))
+    try:
+        spec = ModelSpec.from_config(config)
+    except ModelRefusedError as error:
+        return Verdict(
+            verdict="refused",
+            reason=error.message,
+            model_type=model_type,
+            seconds=time.perf_counter() - started,
+            versions=versions,
+        )
+    return selftest_of(spec, use_cache=use_cache)
+
+
+def selftest_of(spec: ModelSpec, *, use_cache: bool = True) -> Verdict:
+    """The same for a model that was taken apart already."""
+    started = time.perf_counter()
+    versions = current_versions()
+    architecture = type(spec.model).__name__
+    tiny = tiny_config(spec)
+    key = cache_key(architecture, tiny.to_dict(), versions)
+    if use_cache and (found := read_cached(key)) is not None:
+        return found
+    verdict = Verdict(
+        verdict="ok",
+        model_type=str(getattr(spec.config, "model_type", "")),
+        architecture=architecture,
+        versions=versions,
+    )
+    try:
+        verdict = _run_checks(verdict, tiny)
+    except HeadraceError as error:
+        verdict = replace(verdict, verdict="refused", reason=error.message)
+    except Exception as error:
+        # Whatever a model's own code raises on a tiny twin, it cannot be proven.
+        _logger.debug("self-test of %s", architecture, exc_info=True)
+        first = (str(error).strip().splitlines() or [""])[0]
+        verdict = replace(
+            verdict,
+            verdict="refused",
+            reason=f"the tiny twin raised {type(error).__name__}: {first}",
+        )
+    verdict = replace(verdict, seconds=time.perf_counter() - started)
+    write_cached(key, verdict)
+    return verdict
+
+
+def require_proof(spec: ModelSpec) -> Verdict | None:
+    """Run the self-test of a class that the test suite does not prove; None if it does.
+
+    Raises:
+        ModelRefusedError: the model would not train exactly.
+    """
+    if spec.is_verified:
+        return None
+    verdict = selftest_of(spec)
+    if verdict.verdict != "ok":
+        raise ModelRefusedError(
+            f"{verdict.architecture} cannot be trained exactly: {verdict.reason}",
+            remedy="headrace doctor --model shows the whole verdict",
+        )
+    return verdict
+
+
+def _run_checks(verdict: Verdict, tiny: Any) -> Verdict:
+    spec = ModelSpec.from_config(tiny)
+    state = filled_state(spec)
+    try:
+        model = reference_model(spec, state)
+        verdict = replace(verdict, num_layers=spec.num_layers)
+        found = checks.check_gradients(spec, state, model)
+        verdict = replace(verdict, gradient_error=found.error, worst_parameter=found.parameter)
+        verdict = replace(verdict, packing_leak=checks.packing_leak(spec, state))
+        return replace(verdict, reload_error=checks.reload_error(spec, state, model))
+    finally:
+        state.close()
