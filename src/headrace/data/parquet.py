@@ -38,11 +38,16 @@ def _batches(file: Path, columns: list[str]) -> Iterator[tuple[int, Any]]:
                     remedy="set type: and text_field: of this dataset to what the file holds",
                 )
             wanted = [name for name in columns if name in names]
+            if twice := [name for name in wanted if names.count(name) > 1]:
+                raise DataError(
+                    f"{file} has {names.count(twice[0])} columns named {twice[0]!r}",
+                    remedy="keep one of them",
+                )
             first = 0
             for batch in parquet.iter_batches(batch_size=CHUNK_ROWS, columns=wanted):
                 yield first, batch
                 first += batch.num_rows
-    except pa.ArrowException as error:
+    except (pa.ArrowException, OSError) as error:  # damaged pages are an OSError
         raise DataError(
             f"{file} cannot be read as Parquet ({error})", remedy="write the file again"
         ) from error
@@ -61,7 +66,14 @@ def parquet_texts(file: Path, field: str) -> Iterator[list[str]]:
     for first, batch in _batches(file, [field]):
         column = batch.column(field)
         kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
-        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        if not any(
+            is_text(kind)
+            for is_text in (
+                pa.types.is_string,
+                pa.types.is_large_string,
+                pa.types.is_string_view,
+            )
+        ):
             raise DataError(
                 f"{file}: column {field!r} is {column.type}, not text",
                 remedy="set text_field: of this dataset to the column that holds the text",
@@ -69,8 +81,16 @@ def parquet_texts(file: Path, field: str) -> Iterator[list[str]]:
         if column.null_count:
             row = first + _first_null(column)
             raise bad_row(f"{file}: row {row}", f"{field!r} is null", "drop the row")
-        if batch.num_rows:
-            yield column.to_pylist()
+        if not batch.num_rows:
+            continue
+        try:
+            texts = column.to_pylist()
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{file}: rows from {first}: {field!r} holds bytes that are not UTF-8 ({error})",
+                remedy="write the file again with text in UTF-8",
+            ) from error
+        yield texts
 
 
 def parquet_tokens(file: Path) -> Iterator[TokenChunk]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import glob
 import gzip
 import json
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, cast
@@ -69,7 +70,14 @@ def resolve_files(path: str) -> list[Path]:
         DataError: when nothing is there, or what is there has no readable format.
     """
     known = ", ".join(SUFFIXES)
-    expanded = Path(path).expanduser()
+    if not path:
+        raise DataError("a dataset has an empty path", remedy="name a file, a folder or a pattern")
+    try:
+        expanded = Path(path).expanduser()
+    except RuntimeError as error:
+        raise DataError(
+            f"dataset {path!r}: {error}", remedy="write the home directory out"
+        ) from error
     if expanded.is_file():
         if file_format(expanded) is None:
             raise DataError(
@@ -115,7 +123,8 @@ def _json_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 place = f"{file}:{number}"
                 try:
                     row = json.loads(line)
-                except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                except (ValueError, RecursionError) as error:
+                    # Besides broken JSON and wrong encodings: endless numbers, endless nesting.
                     raise bad_row(
                         place, f"not a JSON object ({error})", "write one JSON object a line"
                     ) from error
@@ -125,7 +134,7 @@ def _json_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                         place, f"a {kind}, not a JSON object", "write one JSON object a line"
                     )
                 yield place, row
-    except (EOFError, gzip.BadGzipFile) as error:
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise bad_row(
             f"{file}:{number + 1}", f"the compressed file breaks off ({error})", "copy it again"
         ) from error
@@ -146,6 +155,15 @@ def _checked_text(place: str, row: dict[str, Any], field: str) -> str:
             f"{field!r} is {type(text).__name__}, not text",
             "write a string, or drop the row",
         )
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise bad_row(
+            place,
+            f"{field!r} holds half a character, \\u{ord(text[error.start]):04x} "
+            f"(character {error.start})",
+            "write the text again, with whole characters",
+        ) from error
     return text
 
 

@@ -52,6 +52,8 @@ def test_a_folder_is_read_in_the_order_of_its_names(tmp_path):
     ("make", "message"),
     [
         (lambda p: p / "absent.jsonl", "does not exist"),
+        (lambda _: "", "empty path"),
+        (lambda _: "~nobody-of-this-name/a.jsonl", "home"),
         (lambda p: p / "*.parquet", "holds no data files"),
         (lambda p: p, "holds no data files"),
         (lambda p: (p / "x.csv").write_text("a") and p / "x.csv", "no readable format"),
@@ -73,6 +75,10 @@ def test_missing_data_is_an_error_with_a_remedy(tmp_path, make, message):
         ('{"text": null}', "'text' is NoneType"),
         ('{"text": 7}', "'text' is int"),
         (b'{"text": "\xff"}', "not a JSON object"),
+        ("\0\0\0", "not a JSON object"),
+        ('{"text": ' + "1" * 5000 + "}", "not a JSON object"),
+        ('{"text": ' + "[" * 200_000, "not a JSON object"),
+        ('{"text": "a \\ud800 b"}', r"half a character, \\ud800"),
     ],
 )
 def test_a_bad_text_row_is_named_by_file_and_line(tmp_path, line, message):
@@ -154,3 +160,45 @@ def test_a_truncated_gzip_names_the_line(tmp_path):
     file.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(DataError, match=r"rows.jsonl.gz:\d+: the compressed file breaks off"):
         texts(file)
+
+
+def test_a_damaged_gzip_names_the_line(tmp_path):
+    file = tmp_path / "rows.jsonl.gz"
+    packed = bytearray(gzip.compress(b'{"text": "good"}\n' * 2000))
+    packed[30:42] = b"\xff\x00\xff" * 4
+    file.write_bytes(packed)
+    with pytest.raises(DataError, match="the compressed file breaks off"):
+        texts(file)
+
+
+def test_a_damaged_parquet_file_is_named(tmp_path):
+    file = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"text": [f"document {k}" for k in range(5000)]}), file)
+    whole = file.read_bytes()
+    for place in (10, 200, 2000, len(whole) // 2):
+        file.write_bytes(whole[:place] + b"\xff" * 40 + whole[place + 40 :])
+        with pytest.raises(DataError, match="cannot be read as Parquet"):
+            texts(file)
+
+
+def test_parquet_text_that_is_not_utf8_names_the_file(tmp_path):
+    file = tmp_path / "rows.parquet"
+    buffers = [None, pa.py_buffer(np.array([0, 3], np.int32)), pa.py_buffer(b"\xff\xfea")]
+    pq.write_table(pa.table({"text": pa.Array.from_buffers(pa.string(), 1, buffers)}), file)
+    with pytest.raises(DataError, match="not UTF-8"):
+        texts(file)
+
+
+def test_a_parquet_column_given_twice_is_refused(tmp_path):
+    file = tmp_path / "rows.parquet"
+    columns = [pa.array(["a"]), pa.array(["b"])]
+    pq.write_table(pa.Table.from_arrays(columns, names=["text", "text"]), file)
+    with pytest.raises(DataError, match="2 columns named 'text'"):
+        texts(file)
+
+
+def test_every_kind_of_parquet_text_is_read(tmp_path):
+    file = tmp_path / "rows.parquet"
+    for kind in (pa.string(), pa.large_string(), pa.string_view()):
+        pq.write_table(pa.table({"text": pa.array(["one", "two"], kind)}), file)
+        assert texts(file) == ["one", "two"]
