@@ -34,7 +34,7 @@ from headrace.data.sources import (
     iter_tokens,
     resolve_files,
 )
-from headrace.errors import CapacityError, DataError
+from headrace.errors import CapacityError, ConfigError, DataError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -265,8 +265,32 @@ def tokenise(
 
     Raises:
         DataError: files missing, a row unusable (named), no EOS, or no document at all.
+        ConfigError: a file cannot be read, or the cache not written.
         CapacityError: the disk filled up; nothing is left behind.
     """
+    root = (cache_dir or default_cache_dir()) / "tokens"
+    try:
+        store = _stored(source, tokenizer, root, progress)
+    except OSError as error:
+        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+            raise _full_disk(root) from error
+        raise ConfigError(
+            f"dataset {source.label!r} cannot be tokenised: {error.filename or root}: "
+            f"{error.strerror or error}",
+            remedy="make its files readable, and data_cache_dir: a folder that can be written",
+        ) from error
+    if len(store.tokens) == 0:
+        raise DataError(
+            f"dataset {source.label!r} is empty: {len(resolve_files(source.path))} file(s), "
+            "no document with tokens",
+            remedy="give it documents, or remove it from datasets:",
+        )
+    return store
+
+
+def _stored(
+    source: DatasetSource, tokenizer: Any, root: Path, progress: Progress | None
+) -> TokenStore:
     files = resolve_files(source.path)
     recipe: dict[str, Any] = {"format": _FORMAT, "type": source.type}
     if source.type == "text":
@@ -277,7 +301,6 @@ def tokenise(
             )
         require_eos(tokenizer, getattr(tokenizer, "name_or_path", "") or "this model")
         recipe |= {"field": source.text_field, "tokenizer": tokenizer_fingerprint(tokenizer)}
-    root = (cache_dir or default_cache_dir()) / "tokens"
     recipe["files"] = [[_file_digest(file, root / "digests"), file_format(file)] for file in files]
     folder = root / hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:32]
     store = _open(folder)
@@ -290,12 +313,15 @@ def tokenise(
         _write(folder, chunks, progress)
         store = _open(folder)
         assert store is not None
-    if len(store.tokens) == 0:
-        raise DataError(
-            f"dataset {source.label!r} is empty: {len(files)} file(s), no document with tokens",
-            remedy="give it documents, or remove it from datasets:",
-        )
     return store
+
+
+def _full_disk(root: Path, when: str = "") -> CapacityError:
+    return CapacityError(
+        f"the disk of {root} filled up{when}",
+        remedy="free space, or set data_cache_dir: to a larger disk "
+        "(4 bytes a token, 8 with labels)",
+    )
 
 
 def _write(folder: Path, chunks: Iterator[TokenChunk], progress: Progress | None) -> None:
@@ -318,11 +344,7 @@ def _write(folder: Path, chunks: Iterator[TokenChunk], progress: Progress | None
             return  # another process finished the same store first
         if error.errno in {errno.ENOSPC, errno.EDQUOT}:
             written = writer.num_tokens * 4 if writer else 0
-            raise CapacityError(
-                f"the disk of {root} filled up after {written} bytes of tokens",
-                remedy="free space, or set data_cache_dir: to a larger disk "
-                "(4 bytes a token, 8 with labels)",
-            ) from error
+            raise _full_disk(root, f" after {written} bytes of tokens") from error
         raise
     finally:
         if writer is not None:

@@ -10,7 +10,7 @@ import pytest
 from headrace.data import tokens as tokens_module
 from headrace.data.sources import DatasetSource
 from headrace.data.tokens import tokenise
-from headrace.errors import CapacityError, DataError
+from headrace.errors import CapacityError, ConfigError, DataError
 
 
 @pytest.fixture
@@ -119,3 +119,13 @@ def test_a_bad_row_and_a_full_disk_leave_nothing(tmp_path, cache, monkeypatch):
             tokenise(source, None, cache_dir=cache)
     assert [p.name for p in (cache / "tokens").iterdir()] == ["digests"]
     assert tokenise(source, None, cache_dir=cache).num_documents == 1
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path, tokenizer, sentences):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"text": sentences[0]}) + "\n")
+    taken = tmp_path / "file"
+    taken.write_text("")
+    with pytest.raises(ConfigError, match="data_cache_dir") as caught:
+        tokenise(DatasetSource(path=str(path)), tokenizer, cache_dir=taken)
+    assert str(taken) in str(caught.value)
