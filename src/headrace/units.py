@@ -14,6 +14,7 @@ _BYTES = {
     "kib": KIB, "mib": MIB, "gib": GIB, "tib": TIB,
     "k": KIB, "m": MIB, "g": GIB, "t": TIB,
 }  # fmt: skip
+_MOST = 2**62
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _NUMBER = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][0-9]+)?)\s*([A-Za-z]*)\s*")
 
@@ -25,7 +26,10 @@ def _parse(text: str | float, table: dict[str, int], what: str) -> int:
     if match is None or match[2].lower() not in table:
         units = ", ".join(unit for unit in table if unit)
         raise ConfigError(f"{text!r} is not a {what}", remedy=f"write a number and one of: {units}")
-    return int(float(match[1].replace("_", "")) * table[match[2].lower()])
+    number = float(match[1].replace("_", "")) * table[match[2].lower()]
+    if number > _MOST:
+        raise ConfigError(f"{text!r} is not a {what}: too large", remedy="write a smaller number")
+    return int(number)
 
 
 def parse_bytes(text: str | float) -> int:
