@@ -1,6 +1,7 @@
 """Settings that no step could run with are refused where they are given."""
 
 import dataclasses
+import math
 
 import pytest
 
@@ -14,6 +15,8 @@ ENGINE = {
     "chunk_bytes": 100,
     "micro_batches_per_wave": 0,
     "update_threads": 0,
+    "lane_timeout_seconds": 0.0,
+    "lane_jitter_seconds": -1.0,
     "activations": "forget",
     "clipping": "never",
 }
@@ -24,6 +27,18 @@ OPTIMIZER = {"beta1": 1.0, "beta2": -0.1, "eps": 0.0, "weight_decay": -1.0}
 def test_engine_settings_out_of_range(name):
     with pytest.raises(ConfigError, match=f"engine.{name} is {ENGINE[name]!r}"):
         EngineConfig(**{name: ENGINE[name]})
+
+
+def test_more_threads_than_a_pool_has():
+    with pytest.raises(ConfigError, match="at most 1024"):
+        EngineConfig(update_threads=100_000)
+
+
+@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
+def test_group_settings_out_of_range(value):
+    for name in ("learning_rate_scale", "weight_decay"):
+        with pytest.raises(ConfigError, match=f"{name} is {value}"):
+            ParamGroup(pattern="x", **{name: value})
 
 
 @pytest.mark.parametrize("name", OPTIMIZER)

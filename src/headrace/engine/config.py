@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -9,6 +10,9 @@ from typing import Literal
 from headrace.engine.clipping import ClippingMode  # noqa: TC001 - read by pydantic at run time
 from headrace.errors import ConfigError
 from headrace.units import MIB
+
+MAX_UPDATE_THREADS = 1024  # of a pool of the native kernels
+SMALLEST_EPS = 2.0**-126  # the smallest normal float32; the kernels take none below
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +82,19 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"engine.{name} is {value}; it must be at least 1, or absent")
+        if (self.update_threads or 1) > MAX_UPDATE_THREADS:
+            raise ConfigError(
+                f"engine.update_threads is {self.update_threads}; a pool has at most "
+                f"{MAX_UPDATE_THREADS}"
+            )
+        if not 0 < self.lane_timeout_seconds < math.inf:
+            raise ConfigError(
+                f"engine.lane_timeout_seconds is {self.lane_timeout_seconds}; it must be above 0"
+            )
+        if not 0 <= self.lane_jitter_seconds < math.inf:
+            raise ConfigError(
+                f"engine.lane_jitter_seconds is {self.lane_jitter_seconds}; it must not be negative"
+            )
         if self.clipping not in ("auto", "deferred", "optimistic"):
             raise ConfigError(f"engine.clipping is {self.clipping!r}: auto, deferred or optimistic")
         if self.activations not in ("keep", "recompute"):
@@ -99,11 +116,21 @@ class ParamGroup:
     weight_decay: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a pattern that is not a regular expression."""
+        """Refuse a pattern that is not a regular expression, and values outside their range."""
         try:
             re.compile(self.pattern)
         except re.error as error:
             raise ConfigError(f"parameter group pattern {self.pattern!r}: {error}") from error
+        if not 0 <= self.learning_rate_scale < math.inf:
+            raise ConfigError(
+                f"parameter group {self.pattern!r}: learning_rate_scale is "
+                f"{self.learning_rate_scale}; it must be finite and not negative"
+            )
+        if not 0 <= (self.weight_decay or 0) < math.inf:
+            raise ConfigError(
+                f"parameter group {self.pattern!r}: weight_decay is {self.weight_decay}; it must "
+                "be finite and not negative"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +156,12 @@ class AdamWConfig:
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must lie in [0, 1)")
-        if self.eps <= 0:
-            raise ConfigError(f"eps is {self.eps}; it must be positive")
-        if self.weight_decay < 0:
-            raise ConfigError(f"weight_decay is {self.weight_decay}; it must not be negative")
+        if not SMALLEST_EPS <= self.eps < math.inf:
+            raise ConfigError(
+                f"eps is {self.eps}; it must be finite and at least {SMALLEST_EPS:.3g}, the "
+                "smallest normal float32"
+            )
+        if not 0 <= self.weight_decay < math.inf:
+            raise ConfigError(
+                f"weight_decay is {self.weight_decay}; it must be finite and not negative"
+            )
