@@ -219,7 +219,7 @@ def translate(raw: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 def _check_optimizer(result: dict[str, Any], notes: list[str]) -> None:
     name = result["optim"]
-    if name not in _ADAMW:
+    if not isinstance(name, str) or name not in _ADAMW:
         raise ConfigError(
             f"optim: {name!r} is refused: headrace has AdamW with float32 moments",
             remedy="optim: adamw, or remove it",
@@ -241,7 +241,7 @@ def _dataset(entry: Any, name: str, notes: list[str]) -> Any:
         if key in _DATASET_RENAMED:
             notes.append(f"{name}: {key} -> {_DATASET_RENAMED[key]}")
             result[_DATASET_RENAMED[key]] = value
-        elif key == "type" and value in _DATASET_TYPES:
+        elif key == "type" and isinstance(value, str) and value in _DATASET_TYPES:
             notes.append(f"{name}: type: {value} -> {_DATASET_TYPES[value]}")
             result[key] = _DATASET_TYPES[value]
         elif key == "ds_type":

@@ -37,6 +37,7 @@ class TrainConfig(BaseModel):
         frozen=True,
         populate_by_name=True,
         protected_namespaces=(),
+        allow_inf_nan=False,
         use_attribute_docstrings=True,
     )
 
@@ -54,9 +55,9 @@ class TrainConfig(BaseModel):
     """Token that ends a document, for tokenizers that name none."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Working weights; the master weights are float32 either way."""
-    seed: int = 42
+    seed: int = Field(default=42, ge=-(2**63), lt=2**63)
     """Of the initialisation, and of the data order unless data_seed is set."""
-    data_seed: int | None = None
+    data_seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     """Of the data order."""
 
     datasets: list[DatasetSource] = Field(min_length=1)
@@ -149,6 +150,33 @@ class TrainConfig(BaseModel):
     engine: EngineConfig = Field(default_factory=EngineConfig)
     """How a step runs; nothing here changes its result beyond rounding."""
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_switch_as_a_number(cls, value: Any, info: Any) -> Any:
+        numbers = (int, float, int | None, float | None)
+        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation in numbers:
+            raise ValueError("Input should be a number, not true or false")
+        return value
+
+    @field_validator("logging_steps", "eval_steps", "save_steps", "warmup_steps")
+    @classmethod
+    def _count_or_share(cls, value: float | None) -> float | None:
+        if value is not None and value > 1 and value != int(value):
+            raise ValueError("Input should be a count of steps, or a share of the run below 1")
+        return value
+
+    @field_validator("output_dir", "data_cache_dir", mode="before")
+    @classmethod
+    def _expand_folder(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        if not value or "\0" in value:
+            raise ValueError("Input should be the name of a folder")
+        try:  # the shell leaves the ~ of output_dir=~/run alone
+            return Path(value).expanduser()
+        except RuntimeError as error:
+            raise ValueError(str(error)) from error
+
     @field_validator("engine", mode="before")
     @classmethod
     def _check_engine(cls, value: Any) -> Any:
@@ -211,9 +239,24 @@ class TrainConfig(BaseModel):
             raise ConfigError(
                 f"two eval_datasets have the same name: {names}", remedy="give each a name:"
             )
+        for where, scale, decay in self._decays():
+            if scale * self.learning_rate * decay >= 1:
+                raise ConfigError(
+                    f"{where}: {decay:g} times the learning rate {scale * self.learning_rate:g} is "
+                    "not below 1, so a step would decay weights through zero",
+                    remedy="lower one of the two",
+                )
         self.row_settings()  # both refuse what they cannot do
         Schedule(self.schedule_settings(max(1, self.max_steps)))
         return self
+
+    def _decays(self) -> list[tuple[str, float, float]]:
+        """Where a weight decay is set, the scale of the learning rate there, and the decay."""
+        found = [("weight_decay", 1.0, self.weight_decay)]
+        for number, group in enumerate(self.param_groups):
+            decay = self.weight_decay if group.weight_decay is None else group.weight_decay
+            found.append((f"param_groups.{number}", group.learning_rate_scale, decay))
+        return found
 
     # -- settings of the parts -------------------------------------------------------------
 
@@ -298,6 +341,10 @@ def resolve(
     if isinstance(source, TrainConfig):
         source = source.to_dict()
     raw = read_yaml(Path(source)) if isinstance(source, (str, Path)) else dict(source)
+    if strange := [key for key in raw if not isinstance(key, str)]:
+        raise ConfigError(
+            f"the key {strange[0]!r} is no name", remedy="headrace train --schema prints every key"
+        )
     for override in overrides:
         apply_override(raw, override)
     translated, notes = translate(raw)

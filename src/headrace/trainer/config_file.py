@@ -44,6 +44,12 @@ class _Loader(yaml.SafeLoader):
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: set[Any] = set()
     for key_node, _ in node.value:
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise ConfigError(
+                f"{key_node.start_mark.name}:{key_node.start_mark.line + 1}: a key is a list or a "
+                "mapping",
+                remedy="write key: value lines",
+            )
         key = loader.construct_object(key_node)
         if key in seen:
             raise ConfigError(
@@ -70,7 +76,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"cannot read the configuration {path}: {error.strerror}", remedy="correct the path"
         ) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        # Besides syntax: bytes that are not UTF-8, dates such as 2021-13-45, endless nesting.
         raise ConfigError(f"{path} is not YAML: {error}", remedy="correct that line") from error
     if not isinstance(raw, dict):
         raise ConfigError(
@@ -93,14 +100,19 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
         )
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{override!r}: the value is not YAML", remedy="quote it") from error
     *path, last = key.split(".")
     place: Any = raw
     for part in path:
         if isinstance(place, dict):
-            if not isinstance(place.get(part), (dict, list)):
+            if place.get(part) is None:
                 place[part] = {}
+            elif not isinstance(place[part], (dict, list)):
+                raise ConfigError(
+                    f"{override!r}: {part} is {place[part]!r}, which has no parts",
+                    remedy=f"set {part} whole",
+                )
             place = place[part]
         else:
             place = place[_index(place, part, override)]

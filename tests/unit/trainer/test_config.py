@@ -27,6 +27,26 @@ def write(tmp_path, text):
         ({"param_groups": [{"pattrn": "x"}]}, "param_groups.0.pattrn; did you mean pattern?"),
         ({"qqqq": 1}, "unknown key qqqq; known:"),
         ({"learning_rate": -1}, "learning_rate: .*greater than 0"),
+        ({"learning_rate": float("inf")}, "learning_rate: .*finite"),
+        ({"learning_rate": True}, "learning_rate: .*not true or false"),
+        ({"max_steps": True}, "max_steps: .*not true or false"),
+        ({"max_grad_norm": float("nan")}, "max_grad_norm"),
+        ({"logging_steps": 1.5}, "logging_steps: .*count of steps"),
+        ({"save_steps": float("inf")}, "save_steps"),
+        ({"seed": 10**30}, "seed"),
+        ({"output_dir": ""}, "output_dir: .*name of a folder"),
+        ({"output_dir": "a\0b"}, "output_dir: .*name of a folder"),
+        ({"output_dir": "~nobody-of-this-name/x"}, "output_dir: .*home"),
+        ({"learning_rate": 2, "weight_decay": 0.6}, "decay weights through zero"),
+        (
+            {"learning_rate": 1, "param_groups": [{"pattern": "a", "weight_decay": 1}]},
+            "param_groups.0: .*through zero",
+        ),
+        ({"param_groups": [{"pattern": "a", "weight_decay": -1}]}, "weight_decay is -1"),
+        ({"param_groups": [{"pattern": "a", "learning_rate_scale": -1}]}, "scale is -1"),
+        ({1: 2}, "the key 1 is no name"),
+        ({"optim": ["adamw"]}, "optim: .* is refused"),
+        ({"datasets": [{"path": "a", "type": ["text"]}]}, "datasets.0.type"),
         ({"learning_rate": "fast"}, "learning_rate: .*number.*got 'fast'"),
         ({"max_length": 1}, "max_length"),
         ({"datasets": []}, "datasets: .*at least 1"),
@@ -115,9 +135,11 @@ def test_overrides_reach_into_mappings_and_lists(tmp_path):
         ("=3", "is not key=value"),
         ("datasets.7.path=x", "no index into a list of 1"),
         ("datasets.first.path=x", "no index"),
-        ("datasets.0.path.deep=x", r"datasets\.0\.path: .*string"),
+        ("datasets.0.path.deep=x", "path is 'a', which has no parts"),
         ("report_to.0.deep=x", "report_to.0 has no parts"),
         ("seed=[1", "not YAML"),
+        ("run_name=2021-13-45", "not YAML"),
+        ("model_name_or_path.hidden_size=8", "'m', which has no parts"),
         ("sede=1", "did you mean seed"),
     ],
 )
@@ -132,6 +154,9 @@ def test_an_override_that_goes_nowhere_is_refused(override, message):
         ("a: [1\n", "is not YAML"),
         ("- 1\n", "holds list, not keys"),
         ("", "holds NoneType"),
+        ("? [a]\n: b\n", "run.yaml:1: a key is a list"),
+        ("run_name: 2021-13-45\n", "is not YAML: month"),
+        ("a: \0\n", "is not YAML"),
         ("seed: 1\nlearning_rate: 1\nseed: 2\n", r"run.yaml:3: seed is given twice"),
     ],
 )
@@ -236,3 +261,10 @@ def test_the_schema_describes_every_key():
     assert "model_config" in schema["properties"]
     for key, value in schema["properties"].items():
         assert value.get("description"), key
+
+
+def test_a_home_directory_is_expanded_as_in_every_other_path(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/user")
+    config, _ = resolve(BASE | {"output_dir": "~/run", "data_cache_dir": "~/cache"})
+    assert str(config.output_dir) == "/home/user/run"
+    assert str(config.data_cache_dir) == "/home/user/cache"
