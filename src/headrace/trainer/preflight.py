@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from headrace.data.sources import resolve_files
 from headrace.errors import CapacityError, ConfigError
 from headrace.models.spec import ModelSpec, load_config
 from headrace.store.checkpoint import list_checkpoints
+from headrace.trainer.model_config import check_sizes, refuse_unknown_keys, usable
 from headrace.units import format_bytes
 
 if TYPE_CHECKING:
@@ -37,10 +39,20 @@ def choose_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(f"device: {name!r} is no device", remedy="auto, cpu or cuda") from error
+    if device.type not in {"cpu", "cuda"}:
+        raise ConfigError(
+            f"device: {name!r}: headrace computes on the CPU and on CUDA devices",
+            remedy="auto, cpu or cuda",
+        )
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             f"device: {name} is asked for, but this torch ({torch.__version__}) sees no GPU",
             remedy="device: cpu, or install a CUDA build of torch",
+        )
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device: {name}: there are {torch.cuda.device_count()} GPUs, counted from 0",
+            remedy="device: cuda",
         )
     return device
 
@@ -51,8 +63,8 @@ def refuse_several_processes() -> None:
     Raises:
         ConfigError: each would train alone and write the same files.
     """
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size > 1:
+    size = os.environ.get("WORLD_SIZE") or "1"
+    if size != "1":
         raise ConfigError(
             f"started as one of {size} processes (WORLD_SIZE); this version trains in one",
             remedy="start it once, without torchrun",
@@ -69,14 +81,17 @@ def check_files(config: TrainConfig) -> None:
         resolve_files(source.path)
 
 
-def model_folder(name: str) -> Path:
+def model_folder(name: str, key: str = "model_name_or_path") -> Path:
     """The folder of a model: a path, or the local copy of a hub name.
+
+    Args:
+        name: what the configuration holds.
+        key: where.
 
     Raises:
         ConfigError: it is neither; nothing is downloaded.
     """
-    path = Path(name).expanduser()
-    if path.exists():
+    if (path := _existing(name)) is not None:
         return path
     from huggingface_hub import snapshot_download  # noqa: PLC0415 - only for names
     from huggingface_hub.errors import (  # noqa: PLC0415 - as above
@@ -88,9 +103,17 @@ def model_folder(name: str) -> Path:
         return Path(snapshot_download(name, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError) as error:
         raise ConfigError(
-            f"model {name!r} is neither a folder nor in the local hub cache",
+            f"{key}: {name!r} is neither a folder nor in the local hub cache",
             remedy=f"correct the path, or fetch it first: hf download {name}",
         ) from error
+
+
+def _existing(name: str) -> Path | None:
+    try:
+        path = Path(name).expanduser()
+        return path if path.exists() else None
+    except (OSError, ValueError, RuntimeError):  # too long, a null byte, nobody's home
+        return None
 
 
 def load_tokenizer(config: TrainConfig) -> Any:
@@ -113,7 +136,10 @@ def load_tokenizer(config: TrainConfig) -> Any:
                 remedy="name one with tokenizer_name_or_path:",
             )
         return None
-    folder = model_folder(name)
+    key = (
+        "model_name_or_path" if config.tokenizer_name_or_path is None else "tokenizer_name_or_path"
+    )
+    folder = model_folder(name, key)
     options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
     if config.tokenizer_name_or_path is None and (gguf := _gguf_file(config, folder)):
         folder, options["gguf_file"] = gguf.parent, gguf.name
@@ -155,11 +181,24 @@ def load_model_config(config: TrainConfig, tokenizer: Any) -> Any:
     Raises:
         ConfigError: there is none, or its contents are not usable.
     """
-    from transformers import AutoConfig  # noqa: PLC0415 - seconds; configuration errors first
+    with usable("model_config" if config.scratch_config is not None else "the model's config.json"):
+        found = _read_model_config(config, tokenizer)
+    check_sizes(found.get_text_config(decoder=True))
+    return found
+
+
+def _read_model_config(config: TrainConfig, tokenizer: Any) -> Any:
+    from transformers import (  # noqa: PLC0415 - seconds; configuration errors first
+        CONFIG_MAPPING,
+        AutoConfig,
+    )
 
     scratch = config.scratch_config
     if isinstance(scratch, str):
-        return load_config(scratch, trust_remote_code=config.trust_remote_code)
+        source = _existing(scratch)
+        return load_config(
+            scratch if source is None else str(source), trust_remote_code=config.trust_remote_code
+        )
     if scratch is None:
         assert config.model_name_or_path is not None
         folder = model_folder(config.model_name_or_path)
@@ -173,18 +212,40 @@ def load_model_config(config: TrainConfig, tokenizer: Any) -> Any:
         raise ConfigError(
             "model_config has no model_type", remedy="model_type: qwen3, llama, mistral, ..."
         )
+    if values["model_type"] not in CONFIG_MAPPING:
+        raise ConfigError(
+            f"model_config: transformers knows no model_type {values['model_type']!r}",
+            remedy="model_type: qwen3, llama, mistral, ...",
+        )
+    refuse_unknown_keys(values, CONFIG_MAPPING[values["model_type"]])
     if tokenizer is not None:
         # A configuration class has the ids of some released tokenizer as defaults.
         values.setdefault("vocab_size", len(tokenizer))
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             values.setdefault(name, getattr(tokenizer, name))
-    try:
-        return AutoConfig.for_model(**values)
-    except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError(
-            f"model_config is not usable: {_first_line(error)}",
-            remedy="use the keys of the model's config.json",
-        ) from error
+    return AutoConfig.for_model(**values)
+
+
+def check_param_groups(config: TrainConfig, spec: ModelSpec) -> None:
+    """Every parameter group is the first to match some parameter.
+
+    Raises:
+        ConfigError: a group that would do nothing.
+    """
+    patterns = [re.compile(group.pattern) for group in config.param_groups]
+    names = [param.name for unit in spec.units for param in unit.params]
+    used = {
+        next((n for n, pattern in enumerate(patterns) if pattern.search(name)), None)
+        for name in names
+    }
+    for number, group in enumerate(config.param_groups):
+        if number not in used:
+            raise ConfigError(
+                f"param_groups.{number} ({group.pattern!r}) matches no parameter that an earlier "
+                "group leaves",
+                remedy=f"patterns are searched in names such as {names[-1]}; remove it, or "
+                "correct it",
+            )
 
 
 def check_lengths(config: TrainConfig, spec: ModelSpec, tokenizer: Any) -> None:

@@ -1,0 +1,84 @@
+"""What a model's configuration must hold before a model is built from it.
+
+The invariant: a key that the configuration class does not know is refused (it would leave a
+default in force unseen), and so are sizes from which no model can be built. Builds nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from huggingface_hub.errors import StrictDataclassError
+
+from headrace.errors import ConfigError
+from headrace.trainer.config_file import refuse_unknown
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
+# Of config.json files in general, and older names that transformers still takes.
+_COMMON = (
+    "_name_or_path", "architectures", "auto_map", "dtype", "model_type", "rope_scaling",
+    "rope_theta", "torch_dtype", "transformers_version", "use_cache",
+)  # fmt: skip
+# What a configuration class raises for a value it did not expect.
+_UNUSABLE = (ValueError, TypeError, KeyError, AttributeError, ArithmeticError)
+
+
+@contextlib.contextmanager
+def usable(where: str) -> Iterator[None]:
+    """Turn what transformers raises for a value it cannot use into a :class:`ConfigError`."""
+    try:
+        yield
+    except (*_UNUSABLE, StrictDataclassError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise ConfigError(
+            f"{where} is not usable: {' '.join(lines) or repr(error)}",
+            remedy="use the keys and types of the model's config.json",
+        ) from error
+
+
+def refuse_unknown_keys(values: dict[str, Any], kind: Any) -> None:
+    """Refuse keys of ``model_config:`` that configuration class ``kind`` does not know.
+
+    Raises:
+        ConfigError: naming each with the nearest that it knows.
+    """
+    known = {field.name for field in dataclasses.fields(kind)} | set(kind().to_dict())
+    known |= set(getattr(kind, "attribute_map", {})) | set(_COMMON)
+    refuse_unknown(values, sorted(known), "model_config.")
+
+
+def check_sizes(config: Any) -> None:
+    """Refuse sizes from which no model can be built.
+
+    Raises:
+        ConfigError: naming the size.
+    """
+    for name in _SIZES:
+        size = getattr(config, name, None)
+        if isinstance(size, int) and size < 1:
+            raise ConfigError(
+                f"the model's {name} is {size}; it must be at least 1",
+                remedy=f"correct {name} in its configuration",
+            )
+    heads = getattr(config, "num_attention_heads", None)
+    groups = getattr(config, "num_key_value_heads", None)
+    if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
+        raise ConfigError(
+            f"the model's num_attention_heads is {heads}, which {groups} num_key_value_heads do "
+            "not divide",
+            remedy="a number of key-value heads that divides the number of heads",
+        )
