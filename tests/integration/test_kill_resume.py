@@ -68,7 +68,7 @@ def check(processes, make_config, tmp_path, *, num_steps, num_kills, seed):
         kills += 1
         in_save += any(out.glob(".checkpoint-*"))
         newest = latest_checkpoint(out) if out.exists() else None
-        step = -1 if newest is None else read_progress(newest).step
+        step = -1 if newest is None else read_progress(newest, dtype="bfloat16").step
         assert step >= last  # never further back than what had been saved
         last = step
     assert run_killed(processes, config, 300)

@@ -354,6 +354,28 @@ def test_an_earlier_run_is_not_mixed_in(run_config, tmp_path):
     assert [row["step"] for row in read_rows(result.output_dir / "metrics.jsonl")] == [1, 2, 3]
 
 
+def test_going_back_leaves_no_later_checkpoint_to_be_mixed_in(run_config, tmp_path):
+    common = {"save_strategy": "steps", "save_steps": 2}
+    run_config(**common)
+    back = {"resume_from_checkpoint": str(tmp_path / "run" / "checkpoint-4"), "learning_rate": 1e-3}
+    with pytest.raises(ConfigError, match="holds checkpoint-8 of an earlier run"):
+        run_config(**common, **back)
+    run_config(**common, **back, overwrite_output_dir=True, callbacks=[At(5, stop)])
+    left = sorted(p.name for p in (tmp_path / "run").glob("checkpoint-*"))
+    assert left == ["checkpoint-2", "checkpoint-4", "checkpoint-5"]
+    # Into another folder it leaves the first run as it is.
+    other = run_config(**common, **back, output_dir=str(tmp_path / "other"))
+    assert other.status == "finished"
+    assert sorted(p.name for p in (tmp_path / "run").glob("checkpoint-*")) == left
+
+
+def test_another_dtype_is_not_resumed(run_config, tmp_path):
+    run_config(callbacks=[At(2, stop)])
+    with pytest.raises(CheckpointError, match="saved with dtype bfloat16") as caught:
+        run_config(resume_from_checkpoint="auto", dtype="float32")
+    assert caught.value.remedy == "dtype: bfloat16"
+
+
 def test_other_data_is_not_resumed(run_config, tmp_path):
     run_config(callbacks=[At(3, stop)])
     for change in ({"max_length": 32}, {"seed": 1}, {"shuffle": False}):
@@ -383,7 +405,7 @@ def test_changed_settings_are_said(run_config, capsys):
         ({"tokenizer_name_or_path": None}, ConfigError, "brings no tokenizer"),
         ({"eos_token": "<stop>"}, ConfigError, "'<stop>' is not a token"),
         ({"model_config": {"hidden_size": 32}}, ConfigError, "no model_type"),
-        ({"model_config": {"model_type": "qwen9"}}, ConfigError, "model_config is not usable"),
+        ({"model_config": {"model_type": "qwen9"}}, ConfigError, "knows no model_type 'qwen9'"),
         ({"model_config": "absent/config.json"}, ConfigError, "no model configuration"),
         ({"model_config": None, "model_name_or_path": "nobody/nothing"}, ConfigError, "hub cache"),
         ({"device": "cuda"}, ConfigError, "sees no GPU"),
@@ -401,6 +423,16 @@ def test_what_cannot_work_is_refused_before_anything_is_written(
     assert caught.value.remedy
     left = {p.name for p in (tmp_path / "run").iterdir()} if (tmp_path / "run").exists() else set()
     assert left <= {".lock"}
+
+
+@pytest.mark.parametrize("below", ["", "run"])
+def test_an_output_dir_that_is_a_file_is_refused(run_config, tmp_path, below):
+    taken = tmp_path / "taken"
+    taken.write_text("kept")
+    with pytest.raises(ConfigError, match="cannot be written") as caught:
+        run_config(output_dir=str(taken / below))
+    assert caught.value.exit_code == 2
+    assert taken.read_text() == "kept"
 
 
 def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(run_config, tiny_model):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -38,11 +39,14 @@ class LoaderState:
     index: int = 0
 
 
+@lru_cache(maxsize=4)  # a weighted mixture asks for the same one every epoch
 def permutation(size: int, *key: object) -> Ints:
     """A permutation of ``range(size)`` that depends on ``key`` alone, on every platform."""
     digest = hashlib.sha256(repr(key).encode()).digest()
     raw = np.random.Philox(key=int.from_bytes(digest[:16], "little")).random_raw(size)
-    return np.argsort(raw, kind="stable")
+    order = np.argsort(raw, kind="stable")
+    order.flags.writeable = False
+    return order
 
 
 @dataclass(frozen=True, kw_only=True)

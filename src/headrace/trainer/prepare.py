@@ -7,6 +7,7 @@ before (but for the lock file), and the state's memory is given back.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from headrace.data.loader import LoaderSettings, RowSet, TrainLoader
 from headrace.data.sampler import LoaderState
 from headrace.data.tokens import default_cache_dir, tokenise
 from headrace.models.spec import ModelSpec
+from headrace.selftest.run import require_proof
 from headrace.store.checkpoint import load_checkpoint
 from headrace.store.loading import initialise, load_pretrained
 from headrace.store.state import ModelState
@@ -97,10 +99,12 @@ def prepare(config: TrainConfig, stack: ExitStack, say: Say) -> Prepared:
     preflight.check_files(config)
     tokenizer = preflight.load_tokenizer(config)
     spec = ModelSpec.from_config(preflight.load_model_config(config, tokenizer))
+    _prove(spec, say)
     preflight.check_lengths(config, spec, tokenizer)
+    preflight.check_param_groups(config, spec)
     stack.enter_context(RunLock(config.output_dir))
     checkpoint = choose_checkpoint(config)
-    saved = None if checkpoint is None else read_progress(checkpoint)
+    saved = None if checkpoint is None else read_progress(checkpoint, dtype=config.dtype)
     first_step = saved.step if saved else 0
     engine = place(config, spec, device, say)
     state = _allocate(config, spec, device, engine, stack=stack, say=say)
@@ -145,6 +149,17 @@ def prepare(config: TrainConfig, stack: ExitStack, say: Say) -> Prepared:
         progress=progress,
         checkpoint=checkpoint,
     )
+
+
+def _prove(spec: ModelSpec, say: Say) -> None:
+    """Test a class that the test suite does not prove, before anything long begins."""
+    verdict = require_proof(spec)
+    if verdict is not None:
+        when = "tested before" if verdict.cached else f"tested in {verdict.seconds:.1f} s"
+        say(
+            f"model: {verdict.architecture} trains exactly: gradients within "
+            f"{verdict.gradient_error:.1e} of plain autograd ({when})"
+        )
 
 
 def loop_settings(config: TrainConfig, steps_per_epoch: int) -> LoopSettings:
@@ -207,7 +222,12 @@ def _open_data(
 ) -> tuple[list[RowSet], list[RowSet]]:
     opened = []
     for source in (*config.datasets, *config.eval_datasets):
-        store = tokenise(source, tokenizer, cache_dir=config.data_cache_dir or default_cache_dir())
+        store = tokenise(
+            source,
+            tokenizer,
+            cache_dir=config.data_cache_dir or default_cache_dir(),
+            progress=_said_at_times(source.label, say),
+        )
         store.check_vocabulary(spec.vocab_size, source.label)
         rows = RowSet.open(store, config.row_settings(), label=source.label, weight=source.weight)
         lost = rows.plan.num_dropped_tokens
@@ -219,6 +239,19 @@ def _open_data(
         opened.append(rows)
     count = len(config.datasets)
     return opened[:count], opened[count:]
+
+
+def _said_at_times(label: str, say: Say) -> Callable[[int, int], None]:
+    """Says how far tokenising is, every ten seconds."""
+    last = time.monotonic()
+
+    def progress(num_documents: int, num_tokens: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= 10:
+            last = time.monotonic()
+            say(f"data: {label}: {num_documents:,} documents, {num_tokens:,} tokens so far")
+
+    return progress
 
 
 def _progress(

@@ -7,6 +7,7 @@ not read weights.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from dataclasses import asdict, dataclass, field
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from headrace.data.sampler import LoaderState
-from headrace.errors import CheckpointError, ConfigError
+from headrace.errors import CapacityError, CheckpointError, ConfigError
 from headrace.store.checkpoint import (
     RECORD,
     find_problem,
@@ -112,7 +113,7 @@ def choose_checkpoint(config: TrainConfig) -> Path | None:
     if wanted == "auto":
         return latest_checkpoint(config.output_dir)
     if isinstance(wanted, str):
-        path = Path(wanted)
+        path = Path(wanted).expanduser()
         if (problem := find_problem(path)) is not None:
             weights = sorted(path.glob("model*.safetensors")) and not (path / RECORD).is_file()
             raise CheckpointError(
@@ -121,24 +122,51 @@ def choose_checkpoint(config: TrainConfig) -> Path | None:
                 if weights
                 else "resume_from_checkpoint: auto takes the last complete one of output_dir",
             )
+        _refuse_mixing(foreign_checkpoints(config.output_dir, path), config)
         return path
-    earlier = list_checkpoints(config.output_dir)
-    if earlier and not config.overwrite_output_dir:
-        raise ConfigError(
-            f"{config.output_dir} holds {earlier[-1].name} of an earlier run",
-            remedy="resume_from_checkpoint=auto goes on with it, overwrite_output_dir=true deletes "
-            "it, another output_dir keeps both",
-        )
+    _refuse_mixing(foreign_checkpoints(config.output_dir, None), config)
     return None
 
 
-def read_progress(path: Path) -> Progress:
+def _refuse_mixing(others: list[Path], config: TrainConfig) -> None:
+    """Refuse to put this run's checkpoints beside ``others``: a later resume would mix them."""
+    if others and not config.overwrite_output_dir:
+        raise ConfigError(
+            f"{config.output_dir} holds {others[-1].name} of an earlier run",
+            remedy="resume_from_checkpoint=auto goes on with it, overwrite_output_dir=true deletes "
+            "it, another output_dir keeps both",
+        )
+
+
+def read_step(checkpoint: Path) -> int:
+    """The step in a checkpoint folder's name."""
+    return int(checkpoint.name.rpartition("-")[2])
+
+
+def foreign_checkpoints(output_dir: Path, checkpoint: Path | None) -> list[Path]:
+    """Checkpoints of ``output_dir`` that a run going on from ``checkpoint`` must not leave there.
+
+    They are those of later steps, and all of them when the run begins anew or elsewhere.
+    """
+    others = list_checkpoints(output_dir)
+    if checkpoint is None or checkpoint.resolve().parent != output_dir.resolve():
+        return others
+    return [other for other in others if read_step(other) > read_step(checkpoint)]
+
+
+def read_progress(path: Path, *, dtype: str) -> Progress:
     """The trainer's part of a complete checkpoint.
 
     Raises:
-        CheckpointError: another format.
+        CheckpointError: another format, or weights of another ``dtype``.
     """
-    return Progress.from_dict(read_record(path)["trainer_state"], path)
+    record = read_record(path)
+    if record["dtype"] != dtype:
+        raise CheckpointError(
+            f"{path} was saved with dtype {record['dtype']}, this run has {dtype}",
+            remedy=f"dtype: {record['dtype']}",
+        )
+    return Progress.from_dict(record["trainer_state"], path)
 
 
 def check_data(progress: Progress, data: dict[str, Any], path: Path) -> None:
@@ -186,8 +214,19 @@ class RunLock:
         self._descriptor: int | None = None
 
     def __enter__(self) -> Self:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+                raise CapacityError(
+                    f"the disk of output_dir {self._path.parent} is full",
+                    remedy="free space, or choose another output_dir",
+                ) from error
+            raise ConfigError(
+                f"output_dir {self._path.parent} cannot be written: {error.strerror}",
+                remedy="choose a folder, new or of an earlier run, that can be written",
+            ) from error
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

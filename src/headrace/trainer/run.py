@@ -17,7 +17,7 @@ from transformers.trainer_callback import TrainerState
 
 from headrace.engine import Engine
 from headrace.errors import HeadraceError
-from headrace.store.checkpoint import list_checkpoints, prune_checkpoints, save_checkpoint
+from headrace.store.checkpoint import prune_checkpoints, save_checkpoint
 from headrace.trainer.callbacks import Callbacks
 from headrace.trainer.config import TrainConfig, resolve
 from headrace.trainer.display import make_display
@@ -25,6 +25,7 @@ from headrace.trainer.loop import TrainingLoop
 from headrace.trainer.metrics import MetricsLog
 from headrace.trainer.prepare import prepare
 from headrace.trainer.record import RunRecord, hardware, model_hash, peak_rss_bytes, versions
+from headrace.trainer.resume import foreign_checkpoints
 from headrace.trainer.signals import StopRequest
 from headrace.units import format_bytes, format_count, format_duration
 
@@ -145,9 +146,9 @@ class _Session:
             )
         )
         # From here on the folder is this run's.
-        if prepared.checkpoint is None and config.overwrite_output_dir:
-            for earlier in list_checkpoints(self._out):
-                shutil.rmtree(earlier)
+        if config.overwrite_output_dir:
+            for other in foreign_checkpoints(self._out, prepared.checkpoint):
+                shutil.rmtree(other)
         (self._out / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
         first_step = prepared.progress.step
         self._record = RunRecord(
