@@ -20,13 +20,29 @@ def doctor(
             "--measure/--no-measure", help="Time transfers and attention on each card (seconds)."
         ),
     ] = True,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="NAME_OR_FOLDER",
+            help="Test a model instead: a folder, a config.json, or a name in the hub cache.",
+        ),
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="With --model: test again what was tested before.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Look at processor, memory limits, cards, kernels and versions.
 
-    Names what is missing with the command that installs it, and versions with known faults.
-    Changes nothing. Exits with 1 when something will fail or give wrong results.
+    Names what is missing with the command that installs it, and versions with known faults. With
+    --model, says whether a model trains exactly: a tiny twin of its class, with its switches, is
+    compared with plain autograd. Needs its config.json, no weights. Changes nothing. Exits with 1
+    when something will fail or give wrong results.
     """
+    if model is not None:
+        _doctor_model(model, fresh=fresh, json=json)
+        return
     from headrace import __version__
     from headrace.doctor.examine import examine
     from headrace.doctor.findings import render, summary, to_dict
@@ -47,6 +63,29 @@ def doctor(
         typer.echo(render(findings))
         typer.echo(f"\n{_CLOSING[status]}")
     if status == "faults":
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _doctor_model(name: str, *, fresh: bool, json: bool) -> None:
+    from headrace.models.spec import load_config
+    from headrace.selftest import run_selftest
+
+    verdict = run_selftest(load_config(name), use_cache=not fresh)
+    if json:
+        from json import dumps
+
+        typer.echo(dumps({"model": name, **verdict.to_dict()}, indent=2, ensure_ascii=False))
+    else:
+        typer.echo(f"{name}: {verdict.architecture or verdict.model_type}: {verdict.verdict}")
+        if verdict.reason is not None:
+            typer.echo(f"  {verdict.reason}")
+        else:
+            typer.echo(
+                f"  gradients within {verdict.gradient_error:.1e} of plain autograd (worst: "
+                f"{verdict.worst_parameter}), packed documents within {verdict.packing_leak:.1e} "
+                "of isolated, export and reload equal"
+            )
+    if verdict.verdict != "ok":
         raise typer.Exit(EXIT_FAILED)
 
 

@@ -140,7 +140,7 @@ def _shrunk(key: str, value: Any, values: dict[str, Any], depth: int, num_layers
         return min(value, 2 if key != "topk_group" else max(1, min(value, 2) - 1))
     for pattern, size in _SIZES:
         if re.fullmatch(pattern, key):
-            return min(value, size) if value > 0 else value
+            return size if value > 0 else value
     return value
 
 

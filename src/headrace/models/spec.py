@@ -37,7 +37,30 @@ if TYPE_CHECKING:
 
 # Proven against plain autograd, parameter by parameter, in tests/parity; others prove themselves
 # before they train (headrace.selftest).
-VERIFIED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+VERIFIED_FAMILIES = (
+    "deepseek_v3",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "glm",
+    "glm4",
+    "glm4_moe",
+    "gpt_oss",
+    "granite",
+    "llama",
+    "minimax_m2",
+    "mistral",
+    "mixtral",
+    "olmo",
+    "olmo2",
+    "olmo3",
+    "olmoe",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "smollm3",
+)
 
 MAX_TINY = 50_000_000  # parameters of a tiny twin
 

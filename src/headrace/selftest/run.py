@@ -7,10 +7,11 @@ Trains nothing and reads no weights.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace.errors import HeadraceError, ModelRefusedError
 from headrace.models.spec import ModelSpec
@@ -24,6 +25,9 @@ from headrace.selftest.verdict import (
     read_cached,
     write_cached,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _logger = logging.getLogger(__name__)
 
@@ -67,7 +71,8 @@ def selftest_of(spec: ModelSpec, *, use_cache: bool = True) -> Verdict:
         versions=versions,
     )
     try:
-        verdict = _run_checks(verdict, tiny)
+        with _quiet():
+            verdict = _run_checks(verdict, tiny)
     except HeadraceError as error:
         verdict = replace(verdict, verdict="refused", reason=error.message)
     except Exception as error:
@@ -99,6 +104,22 @@ def require_proof(spec: ModelSpec) -> Verdict | None:
             remedy="headrace doctor --model shows the whole verdict",
         )
     return verdict
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' progress bars and remarks on tiny configurations."""
+    from transformers.utils import logging as hf_logging  # noqa: PLC0415 - slow
+
+    level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(level)
+        if bars:
+            hf_logging.enable_progress_bar()
 
 
 def _run_checks(verdict: Verdict, tiny: Any) -> Verdict:

@@ -91,9 +91,10 @@ def read_cached(key: str) -> Verdict | None:
     """The remembered verdict, if there is one."""
     try:
         values = json.loads((cache_folder() / f"{key}.json").read_text(encoding="utf-8"))
-        known = {item.name for item in fields(Verdict)}
-        return Verdict(**{k: v for k, v in values.items() if k in known} | {"cached": True})
-    except (OSError, ValueError, TypeError):
+        if values.pop("schema") != SCHEMA or values.keys() != {f.name for f in fields(Verdict)}:
+            return None
+        return Verdict(**values | {"cached": True})
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
