@@ -9,6 +9,7 @@ function returned; on CUDA when, besides, the work it enqueued on the lane's str
 from __future__ import annotations
 
 import queue
+import random
 import threading
 import time
 from concurrent.futures import Future
@@ -183,3 +184,19 @@ class Lane:
     def _delay(self) -> None:
         if self._jitter is not None:
             time.sleep(self._jitter())
+
+
+def indexed_device(device: torch.device) -> torch.device:
+    """``cuda`` with its number: lanes of other threads must name the same one."""
+    if device.type != "cuda":
+        return device
+    index = device.index
+    return torch.device("cuda", torch.cuda.current_device() if index is None else index)
+
+
+def random_delay(seconds: float) -> Callable[[], float] | None:
+    """A jitter of up to ``seconds`` for :class:`Lane`, or None for none."""
+    if seconds <= 0:
+        return None
+    rng = random.Random(0)  # noqa: S311 - delays, not secrets
+    return lambda: rng.uniform(0.0, seconds)

@@ -12,9 +12,7 @@ sent only after its update. The CPU runs the same schedule, slots and lanes as a
 from __future__ import annotations
 
 import math
-import random
 import time
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -24,7 +22,9 @@ from headrace.engine.accumulators import Accumulators
 from headrace.engine.clipping import ClippingPolicy, clip_coefficient
 from headrace.engine.config import AdamWConfig, EngineConfig
 from headrace.engine.host_optimizer import UpdateSettings
+from headrace.engine.lanes import indexed_device, random_delay
 from headrace.engine.passes import DeviceBatch, LayerRecord, Passes
+from headrace.engine.results import EvalResult, StepResult
 from headrace.engine.schedule import split_waves
 from headrace.engine.update import Updater, check_finite_state
 from headrace.engine.windows import Exposure, Windows
@@ -34,7 +34,7 @@ from headrace.models.capture import CallCapture
 from headrace.models.templates import Templates
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
     from types import TracebackType
 
     from headrace.engine.windows import Walk
@@ -43,35 +43,6 @@ if TYPE_CHECKING:
     from headrace.store.state import ModelState
 
 MAX_SKIPPED_IN_A_ROW = 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """What one step did.
-
-    Attributes:
-        loss: mean cross-entropy over the global batch's supervised tokens (nats a token).
-        num_supervised_tokens: positions with a target.
-        num_tokens: positions, padding included.
-        grad_norm: 2-norm of the gradient before clipping.
-        skipped: the gradient was not finite and the state is as before.
-        exposed_seconds: time compute waited, by lane.
-    """
-
-    loss: float
-    num_supervised_tokens: int
-    num_tokens: int
-    grad_norm: float
-    skipped: bool
-    exposed_seconds: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvalResult:
-    """Summed cross-entropy (nats) and the number of supervised tokens behind it."""
-
-    loss_sum: float
-    num_supervised_tokens: int
 
 
 class Engine:
@@ -99,7 +70,7 @@ class Engine:
         """
         self.spec = spec
         self.state = state
-        self.device = _indexed(torch.device(device))
+        self.device = indexed_device(torch.device(device))
         self.config = config or EngineConfig()
         if self.config.device_units not in (None, state.device_units):
             raise ConfigError(
@@ -124,7 +95,7 @@ class Engine:
             loss_chunk_tokens=self.config.loss_chunk_tokens,
             compile_loss=self.config.compile_backend if compile_layers else None,
         )
-        jitter = _jitter(self.config.lane_jitter_seconds)
+        jitter = random_delay(self.config.lane_jitter_seconds)
         self._exposure = Exposure()
         self.updater = Updater(state, optimizer or AdamWConfig(), self.config, self.device, jitter)
         self._windows = Windows(
@@ -418,18 +389,3 @@ class Engine:
             position_ids_BT=move(batch.position_ids_BT),
             cu_seqlens=None if batch.cu_seqlens is None else move(batch.cu_seqlens),
         )
-
-
-def _indexed(device: torch.device) -> torch.device:
-    """``cuda`` with its number: lanes of other threads must name the same one."""
-    if device.type != "cuda":
-        return device
-    index = device.index
-    return torch.device("cuda", torch.cuda.current_device() if index is None else index)
-
-
-def _jitter(seconds: float) -> Callable[[], float] | None:
-    if seconds <= 0:
-        return None
-    rng = random.Random(0)  # noqa: S311 - delays, not secrets
-    return lambda: rng.uniform(0.0, seconds)
