@@ -56,6 +56,9 @@ def build_command(
 def inspect_command(
     corpus: Annotated[Path, typer.Argument(help="A corpus folder, or one of its vintages.")],
     *,
+    by: Annotated[
+        str, typer.Option(help="Periods of the histogram: month, year, decade or auto.")
+    ] = "auto",
     find: Annotated[str | None, typer.Option(help="List documents that hold this text.")] = None,
     ignore_case: Annotated[
         bool, typer.Option("--ignore-case", help="For --find: letters of either case.")
@@ -77,7 +80,10 @@ def inspect_command(
     """What a corpus holds, by month and source; its checks; look-ups; differences."""
     from headrace.corpus import inspect as reading
     from headrace.corpus.manifest import Manifest
+    from headrace.errors import ConfigError
 
+    if by not in reading.PERIODS:
+        raise ConfigError(f"--by {by!r} is no period", remedy=f"use {', '.join(reading.PERIODS)}")
     manifest = Manifest.load(corpus)
     result: dict[str, Any] = {}
     text: list[str] = []
@@ -99,7 +105,7 @@ def inspect_command(
         text.append(f"wrote {html}")
     if not result:
         result = {"path": str(manifest.path), **manifest.data}
-        text.append(reading.describe(manifest))
+        text.append(reading.describe(manifest, by=by))
     print(json.dumps(result, ensure_ascii=False) if as_json else "\n".join(text))
 
 

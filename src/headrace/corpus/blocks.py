@@ -132,13 +132,17 @@ class DatatroveWorkers:
             arguments.setdefault("job_name", "headrace-corpus")
             return executors.SlurmPipelineExecutor(**arguments)
         if self._kind == "ray":
+            import ray  # noqa: PLC0415 - optional, and only here
+
+            if not ray.is_initialized():
+                ray.init()  # joins the cluster that RAY_ADDRESS names, else starts one here
             return executors.RayPipelineExecutor(**arguments)
         raise ConfigError(f"no executor {self._kind!r}", remedy="use local, slurm or ray")
 
     @staticmethod
     def _wait(executor: Any, jobs: Sequence[Placed]) -> None:
         job_id = getattr(executor, "job_id", None)
-        while job_id is not None and _is_queued(str(job_id)):
+        while job_id is not None and _is_queued(str(job_id)):  # Slurm's run() only submits
             time.sleep(_POLL_SECONDS)
         undone = [job.place for job in jobs if not is_whole(job.place)]
         if undone:

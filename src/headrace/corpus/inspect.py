@@ -23,17 +23,21 @@ if TYPE_CHECKING:
 _BAR = 30
 _SNIPPET = 80
 _BATCH_ROWS = 512
+PERIODS: Mapping[str, int | None] = {"auto": None, "month": 1, "year": 12, "decade": 120}
 _MARKS = {"passed": "ok  ", "warned": "WARN", "failed": "FAIL", "noted": "note"}
 
 
-def describe(manifest: Manifest) -> str:
-    """A summary for the terminal: vintages, counts, histogram by year and source, checks."""
+def describe(manifest: Manifest, *, by: str = "auto") -> str:
+    """A summary for the terminal: vintages, counts, histogram by period and source, checks.
+
+    ``by`` is ``month``, ``year``, ``decade`` or ``auto``: the finest with no more than 40 lines.
+    """
     vintages = manifest.vintages
     lines = [f"{manifest.path}"]
     if len(vintages) > 1:
         lines.append("vintages:")
         lines += [f"  {v.data['cutoff_name']:>14}  {_size(v)}" for v in vintages]
-    lines += ["", *_describe_one(vintages[-1])]
+    lines += ["", *_describe_one(vintages[-1], by)]
     return "\n".join(lines)
 
 
@@ -43,7 +47,7 @@ def _size(manifest: Manifest) -> str:
     return f"{counts['documents']} documents, {format_bytes(counts['bytes'])}{tokens}"
 
 
-def _describe_one(manifest: Manifest) -> list[str]:
+def _describe_one(manifest: Manifest, by: str) -> list[str]:
     data, counts = manifest.data, manifest.counts
     lines = [f"cutoff {data['cutoff']}: {_size(manifest)}"]
     ended = {
@@ -61,26 +65,27 @@ def _describe_one(manifest: Manifest) -> list[str]:
         f"available at: {source['available_at']}"
         for source in data["sources"]
     ]
-    lines += ["", *histogram_lines(data["histogram"])]
+    lines += ["", *histogram_lines(data["histogram"], by)]
     lines.append("")
     lines += [f"{_MARKS[c['status']]}  {c['name']}: {c['message']}" for c in manifest.checks]
     return lines
 
 
 def by_period(
-    histogram: Sequence[Mapping[str, Any]], *, most: int = 40
+    histogram: Sequence[Mapping[str, Any]], *, most: int = 40, width: int | None = None
 ) -> list[tuple[str, Mapping[str, int]]]:
     """Tokens (or bytes) by source for each month; for years or decades if months are many.
+
+    ``width`` in months (1, 12 or 120) asks for one of them.
 
     Empty periods between the first and the last are there too: a gap is to be seen.
     """
     months = [_month_number(row["month"]) for row in histogram]
-    for width in (1, 12, 120):
-        periods: dict[int, dict[str, int]] = {
-            number: {} for number in range(min(months) // width, max(months) // width + 1)
-        }
-        if len(periods) <= most or width == 120:
-            break
+    if width is None:
+        width = next((w for w in (1, 12) if max(months) // w - min(months) // w < most), 120)
+    periods: dict[int, dict[str, int]] = {
+        number: {} for number in range(min(months) // width, max(months) // width + 1)
+    }
     for month, row in zip(months, histogram, strict=True):
         size = row["bytes"] if row["tokens"] is None else row["tokens"]
         held = periods[month // width]
@@ -99,12 +104,12 @@ def _period_name(number: int, width: int) -> str:
     return f"{number:04d}" if width == 12 else f"{number:03d}0s"
 
 
-def histogram_lines(histogram: Sequence[Mapping[str, Any]]) -> list[str]:
+def histogram_lines(histogram: Sequence[Mapping[str, Any]], by: str = "auto") -> list[str]:
     """The effective dates as bars."""
     if not histogram:
         return ["no documents"]
     unit = "bytes" if histogram[0]["tokens"] is None else "tokens"
-    periods = by_period(histogram)
+    periods = by_period(histogram, width=PERIODS[by])
     largest = max(sum(sources.values()) for _, sources in periods)
     lines = [f"available at, {unit}:"]
     for period, sources in periods:

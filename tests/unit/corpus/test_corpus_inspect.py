@@ -66,6 +66,7 @@ def test_histograms_show_the_gaps_between_periods() -> None:
     ]  # fmt: skip
     assert [name for name, _ in by_period(rows, most=3)] == ["2010", "2011"]
     assert [name for name, _ in by_period(rows, most=1)] == ["2010s"]
+    assert [name for name, _ in by_period(rows, width=120)] == ["2010s"]
 
 
 def test_texts_are_found_with_their_instants(corpus: Manifest) -> None:
@@ -172,6 +173,10 @@ def test_the_command_line_builds_and_inspects(tmp_path: Path, source: Path) -> N
     assert (tmp_path / "out" / "c.html").read_text().startswith("<!doctype html>")
     code, out = run("inspect", f"{tmp_path}/c", "--diff", f"{tmp_path}/c")
     assert "the same" in out
+    code, out = run("inspect", f"{tmp_path}/c", "--by", "year")
+    assert "   2012 #" in out
+    with pytest.raises(ConfigError, match="no period"):
+        run("inspect", f"{tmp_path}/c", "--by", "week")
     with pytest.raises(ConfigError):
         run("inspect", str(tmp_path / "nothing"))
 
