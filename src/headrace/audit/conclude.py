@@ -15,7 +15,13 @@ import numpy as np
 from headrace.audit import limits, tables
 from headrace.audit.boundary import Contrast, contrast
 from headrace.audit.config import parse_date
-from headrace.audit.records import ContaminationRecord, Figure, ModelRecord
+from headrace.audit.records import (
+    ContaminationRecord,
+    Figure,
+    ModelRecord,
+    PerplexityRecord,
+    RecallRecord,
+)
 from headrace.audit.resample import holm, max_t
 from headrace.audit.verdict import Evidence, judge
 from headrace.errors import DataError
@@ -43,6 +49,9 @@ class AuditedModel:
     cutoff: str | None
     measured: Measurement | None
     embedding: EmbeddingRecord
+    recall: RecallRecord | None = None
+    recall_significant: tuple[bool, bool] | None = None
+    perplexity: tuple[PerplexityRecord, ...] = ()
 
     def cutoff_session(self, panel: Panel) -> int | None:
         """First session after the cutoff."""
@@ -59,6 +68,7 @@ def hopeless_record(
         Evidence(
             cutoff=model.cutoff,
             hopeless=reasons,
+            recall=model.recall_significant,
             level=config.level,
             min_sessions_a_side=config.min_sessions_a_side,
         )
@@ -71,10 +81,32 @@ def hopeless_record(
         verdict=judgement.verdict,
         summary=judgement.summary,
         cautions=judgement.cautions,
+        recall=model.recall,
+        perplexity=model.perplexity,
     )
 
 
-def _gains(
+def channel_contrast(
+    gain: Array, layout: Layout, channel: Channel, cutoff_session: int
+) -> Contrast:
+    """Statistic 3 of one channel.
+
+    Raises:
+        DataError: too few blocks on a side, or a target that does not vary there.
+    """
+    view = layout.views[channel]
+    return contrast(
+        gain=gain,
+        target=view.target,
+        session=view.session,
+        cutoff_session=cutoff_session,
+        gap=layout.config.gap_sessions,
+        length=layout.length,
+        total_variance=tables.total_variance(layout),
+    )
+
+
+def reference_gains(
     measured: Measurement, reference: Sequence[Measurement], layout: Layout
 ) -> dict[Channel, Array]:
     """Predictions minus the mean of the reference's, by channel."""
@@ -84,6 +116,21 @@ def _gains(
         others = [other.skill[channel].deviation for other in reference]
         gains[channel] = own - np.mean(others, axis=0) if others else own
     return gains
+
+
+def choose_reference(
+    models: Sequence[AuditedModel],
+    twins: Sequence[Measurement],
+    config: AuditConfig,
+    reference: str | None,
+) -> tuple[list[Measurement], str]:
+    """What the contrast subtracts, and its name."""
+    if reference is not None:
+        chosen = [m.measured for m in models if m.name == reference and m.measured is not None]
+        return chosen, f"model {reference}"
+    if len(twins) >= config.min_twins:
+        return list(twins), f"mean of {len(twins)} untrained twins"
+    return [], f"the constant (fewer than {config.min_twins} twins were given)"
 
 
 def judge_all(
@@ -105,21 +152,14 @@ def judge_all(
     panel, config = layout.panel, layout.config
     if layout.refusal:
         warnings.append(f"Shifted-date tests are refused: {layout.refusal}.")
-    if reference is not None:
-        subtracted = [m.measured for m in models if m.name == reference and m.measured]
-        words = f"model {reference}"
-    elif len(twins) >= config.min_twins:
-        subtracted, words = list(twins), f"mean of {len(twins)} untrained twins"
-    else:
-        subtracted, words = [], "the constant (fewer than "
-        words += f"{config.min_twins} twins were given)"
+    subtracted, words = choose_reference(models, twins, config, reference)
     gains: dict[str, dict[Channel, Array]] = {}
     contrasts: dict[tuple[str, Channel], Contrast] = {}
     failed: dict[str, dict[Channel, str]] = {}
     for model in models:
         assert model.measured is not None
         own = [] if model.name == reference else subtracted
-        gains[model.name] = _gains(model.measured, own, layout)
+        gains[model.name] = reference_gains(model.measured, own, layout)
         failed[model.name] = {}
         before, after = limits.sides(layout.panel, model.cutoff_session(panel))
         if min(before, after) < config.min_sessions_a_side:
@@ -127,16 +167,9 @@ def judge_all(
         cutoff_session = model.cutoff_session(panel)
         assert cutoff_session is not None
         for channel, gain in gains[model.name].items():
-            view = layout.views[channel]
             try:
-                contrasts[model.name, channel] = contrast(
-                    gain=gain,
-                    target=view.target,
-                    session=view.session,
-                    cutoff_session=cutoff_session,
-                    gap=config.gap_sessions,
-                    length=layout.length,
-                    total_variance=tables.total_variance(layout),
+                contrasts[model.name, channel] = channel_contrast(
+                    gain, layout, channel, cutoff_session
                 )
             except DataError as error:
                 failed[model.name][channel] = error.message
@@ -223,6 +256,7 @@ def _record(
                 ch: c.detectable(config.level) for ch, (c, _) in contrasts.items()
             },
             contrast_failed=failed,
+            recall=model.recall_significant,
             r2_negative=measured.level is not None and measured.level.premium.both_negative,
         )
     )
@@ -242,4 +276,6 @@ def _record(
         periods=make.periods(gains, layout, cutoff_session),
         walk_forward=make.walk_forward(measured, layout),
         embargo=make.embargo(measured, layout),
+        recall=model.recall,
+        perplexity=model.perplexity,
     )

@@ -32,6 +32,8 @@ class AuditConfig:
         twin_max_dimension: wider twins are projected to this many dimensions by a fixed random
             matrix: a random network followed by a random matrix is a random network.
         level: of tests; intervals have level 0.95.
+        positive_control: share of var(y), in each channel, of the leak that is planted to see
+            whether it would be found; 0 leaves the control out.
         tables: premium, walk-forward, embargo and evaluation leakage, which carry no verdict.
         seed: of offsets and projections.
         allow_mixed_stacks: compare embeddings of different stacks; the result is marked.
@@ -51,6 +53,7 @@ class AuditConfig:
     min_twins: int = 4
     twin_max_dimension: int = 512
     level: float = 0.05
+    positive_control: float = 0.03
     tables: bool = True
     seed: int = 0
     allow_mixed_stacks: bool = False
@@ -71,6 +74,8 @@ class AuditConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)}; the least is {lowest}")
         if not 0 < self.level < 1:
             raise ConfigError(f"level is {self.level}; it lies between 0 and 1")
+        if not 0 <= self.positive_control < 0.5:
+            raise ConfigError(f"positive_control is {self.positive_control}; it lies in [0, 0.5)")
         if any(embargo < 0 for embargo in self.embargoes):
             raise ConfigError(f"embargoes are {self.embargoes}; none may be negative")
         if self.split_date is not None:

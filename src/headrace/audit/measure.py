@@ -222,16 +222,20 @@ def build_layout(panel: Panel, config: AuditConfig) -> Layout:
     )
 
 
-def measure(values: NDArray[np.floating], layout: Layout, *, twin: bool = False) -> Measurement:
+def measure(
+    values: NDArray[np.floating], layout: Layout, *, twin: bool = False, tables: bool = True
+) -> Measurement:
     """Compute everything one embedding gives; one channel's book in memory at a time.
 
-    A twin meets the observed dates alone, and no tables: it is a reference.
+    A twin meets the observed dates alone, and of the tables the premium: it is a reference.
     """
     with blas_threads(values.shape[1]):
-        return _measure(values, layout, twin=twin)
+        return _measure(values, layout, twin=twin, tables=tables and layout.config.tables)
 
 
-def _measure(values: NDArray[np.floating], layout: Layout, *, twin: bool) -> Measurement:
+def _measure(
+    values: NDArray[np.floating], layout: Layout, *, twin: bool, tables: bool
+) -> Measurement:
     panel, length = layout.panel, layout.length
     skill: dict[Channel, Skill] = {}
     forward: dict[Channel, Estimate] = {}
@@ -247,7 +251,7 @@ def _measure(values: NDArray[np.floating], layout: Layout, *, twin: bool) -> Mea
             product = ahead.deviation[tested] * view.target[tested]
             forward[channel] = date_block_mean(product, view.session[tested], length=length)
         del book
-    level = _measure_level(values, layout, twin=twin) if layout.config.tables else None
+    level = _measure_level(values, layout, twin=twin) if tables else None
     return Measurement(skill=skill, forward=forward, level=level)
 
 

@@ -34,13 +34,15 @@ import yaml
 from headrace.audit.config import AuditConfig, parse_date
 from headrace.audit.jpx import jpx_panel, read_jpx
 from headrace.audit.panel_files import read_panel
+from headrace.audit.perplexity import read_losses
 from headrace.audit.published_defects import PublishedOptions
 from headrace.audit.published_jpx import PublishedFacts, published_panel
-from headrace.audit.records import CHANNELS
+from headrace.audit.recall import RecallAnswers, read_answers
+from headrace.audit.records import CHANNELS, PerplexityRecord
 from headrace.audit.request import AuditRequest
 from headrace.audit.sources import EmbeddingSource, source_from_file
-from headrace.audit.synthetic_embeddings import draw_embeddings
-from headrace.audit.synthetic_jpx import SyntheticJpxConfig, knowledge_of_panel, write_synthetic_jpx
+from headrace.audit.synthetic_embeddings import draw_embeddings, knowledge_of_panel
+from headrace.audit.synthetic_jpx import SyntheticJpxConfig, write_synthetic_jpx
 from headrace.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -51,7 +53,7 @@ if TYPE_CHECKING:
 _Settings = TypeVar("_Settings")
 _TOP = ("panel", "models", "twins", "reference", "reductions", "published", "settings")
 _PANEL = ("type", "path", "sample", "num_entities", "dates_per_entity", "seed", "synthetic")
-_MODEL = ("name", "embeddings", "synthetic", "cutoff")
+_MODEL = ("name", "embeddings", "synthetic", "cutoff", "recall", "perplexity")
 _SAMPLES = ("vessl-2026", "point_in_time")
 
 
@@ -165,6 +167,8 @@ def request_from_recipe(path: Path) -> AuditRequest:
     panel, facts = _panel(recipe["panel"], f"{path}: panel")
     embeddings: dict[str, EmbeddingSource] = {}
     cutoffs: dict[str, str] = {}
+    recall: dict[str, RecallAnswers] = {}
+    perplexity: dict[str, tuple[PerplexityRecord, ...]] = {}
     for k, entry in enumerate(models):
         name = str(entry["name"])
         if name in embeddings:
@@ -173,6 +177,11 @@ def request_from_recipe(path: Path) -> AuditRequest:
             cutoffs[name] = str(entry["cutoff"])
         where = f"{path}: models[{k}].synthetic"
         embeddings[name] = _source(entry, panel, cutoffs.get(name), where)
+        if "recall" in entry:
+            recall[name] = read_answers(Path(str(entry["recall"])))
+        if "perplexity" in entry:
+            stack = embeddings[name].fingerprint
+            perplexity[name] = read_losses(Path(str(entry["perplexity"])), stack=stack)
     twins: dict[str, EmbeddingSource] = {}
     for k, entry in enumerate(recipe.get("twins") or []):
         if "synthetic" in entry:
@@ -191,6 +200,8 @@ def request_from_recipe(path: Path) -> AuditRequest:
         twins=twins,
         reference=recipe.get("reference"),
         reductions=tuple((str(a), str(b)) for a, b in recipe.get("reductions") or []),
+        recall=recall,
+        perplexity=perplexity,
         published=published,
         config=_settings(AuditConfig, recipe.get("settings"), f"{path}: settings"),
     )

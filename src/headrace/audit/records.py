@@ -56,7 +56,7 @@ class Figure:
     Attributes:
         value: the estimate; ``None`` when it could not be computed (``note`` says why).
         n: observations behind it, counted in ``n_unit``.
-        n_unit: ``"rows"``, ``"dates"``, ``"models"`` or ``"twins"``.
+        n_unit: ``"rows"``, ``"dates"`` or ``"documents"``.
         low, high: interval at ``level``; ``None`` where no interval holds up.
         method: how interval and p-value were made: ``"date_block_t"``, ``"shifted_dates"``, ...
         num_blocks: date blocks behind a block interval.
@@ -252,6 +252,20 @@ class ModelRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ControlRecord:
+    """The positive control: an embedding into which a leak of known size was planted.
+
+    ``detected`` says whether the contrast found it at that cutoff, on this panel; where it did
+    not, the absence of a claim about the models says little.
+    """
+
+    cutoff: str
+    planted_share: float
+    detected: bool
+    contrasts: dict[str, Figure]
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReductionRecord:
     """What training removed, ``base`` minus ``trained``: skill by channel, then the premium."""
 
@@ -275,6 +289,7 @@ class AuditResult:
         models: audited models in the order given.
         twins: names of the reference networks.
         reductions: for each (base, trained) pair asked for.
+        controls: the positive control at every cutoff that was tested.
         slope: skill gain per year of knowledge cutoff over the models, when there are several.
         warnings: what the reader must know before any figure.
     """
@@ -289,6 +304,7 @@ class AuditResult:
     mixed_stacks: bool = False
     twins: tuple[str, ...] = ()
     reductions: tuple[ReductionRecord, ...] = ()
+    controls: tuple[ControlRecord, ...] = ()
     slope: dict[str, Figure] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 

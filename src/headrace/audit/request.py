@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
     from headrace.audit.panel import Panel
     from headrace.audit.published_defects import PublishedOptions
-    from headrace.audit.records import AuditResult
+    from headrace.audit.recall import RecallAnswers
+    from headrace.audit.records import AuditResult, PerplexityRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,8 @@ class AuditRequest:
     twins: dict[str, EmbeddingSource] = field(default_factory=dict)
     reference: str | None = None
     reductions: tuple[tuple[str, str], ...] = ()
+    recall: dict[str, RecallAnswers] = field(default_factory=dict)
+    perplexity: dict[str, tuple[PerplexityRecord, ...]] = field(default_factory=dict)
     published: PublishedOptions | None = None
     config: AuditConfig = field(default_factory=AuditConfig)
 
@@ -46,6 +49,8 @@ class AuditRequest:
             twins=self.twins,
             reference=self.reference,
             reductions=self.reductions,
+            recall=self.recall,
+            perplexity=self.perplexity,
             published=self.published,
             config=self.config,
             progress=progress,

@@ -12,11 +12,20 @@ from typing import TYPE_CHECKING, Any
 from headrace import __version__
 from headrace.audit import limits
 from headrace.audit.combine import reduction_record, slope_figures
-from headrace.audit.conclude import AuditedModel, hopeless_record, judge_all
+from headrace.audit.conclude import AuditedModel, choose_reference, hopeless_record, judge_all
 from headrace.audit.config import AuditConfig, parse_date
 from headrace.audit.measure import Layout, Measurement, build_layout, measure, project
+from headrace.audit.positive import positive_control
 from headrace.audit.published_defects import PublishedOptions, published_reduction, run_published
-from headrace.audit.records import AuditResult, Figure, PublishedRecord, ReductionRecord
+from headrace.audit.recall import RecallAnswers, judge_recall
+from headrace.audit.records import (
+    AuditResult,
+    ControlRecord,
+    Figure,
+    PerplexityRecord,
+    PublishedRecord,
+    ReductionRecord,
+)
 from headrace.audit.sources import EmbeddingSource, as_source, load
 from headrace.errors import ConfigError
 
@@ -43,6 +52,8 @@ def run_audit(
     twins: Mapping[str, Source] | None = None,
     reference: str | None = None,
     reductions: Sequence[tuple[str, str]] = (),
+    recall: Mapping[str, RecallAnswers] | None = None,
+    perplexity: Mapping[str, Sequence[PerplexityRecord]] | None = None,
     published: PublishedOptions | None = None,
     config: AuditConfig | None = None,
     progress: Callable[[str], None] | None = None,
@@ -60,6 +71,8 @@ def run_audit(
         reference: a model of ``embeddings`` to be the reference instead, known to be of its
             time (a point-in-time model).
         reductions: (base, trained) pairs of models to compare.
+        recall: what models stated of dated market moves.
+        perplexity: loss by month of models.
         published: also run protocol ``vessl-2026`` on every model, for comparison.
         config: settings.
         progress: is told what is being done.
@@ -73,6 +86,9 @@ def run_audit(
     sources = {name: as_source(values) for name, values in embeddings.items()}
     twin_sources = {name: as_source(values) for name, values in (twins or {}).items()}
     cutoffs = dict(cutoffs or {})
+    recall, perplexity = dict(recall or {}), dict(perplexity or {})
+    for given in (recall, perplexity):
+        _check_known(given, sources, "recall answers or losses")
     _check_names(sources, twin_sources, cutoffs, reference, reductions)
     mixed = _check_stacks(sources, config)
     hopeless = limits.hopeless(panel, config)
@@ -102,6 +118,11 @@ def run_audit(
                     offsets=layout.offsets,
                     stack=source.fingerprint,
                 )
+        answers, significant = None, None
+        if name in recall:
+            answers, significant = judge_recall(
+                recall[name], cutoffs.get(name), config, stack=source.fingerprint
+            )
         models.append(
             AuditedModel(
                 name=name,
@@ -109,8 +130,15 @@ def run_audit(
                 cutoff=cutoffs.get(name),
                 measured=measured,
                 embedding=embedding,
+                recall=answers,
+                recall_significant=significant,
+                perplexity=tuple(perplexity.get(name, ())),
             )
         )
+    controls: tuple[ControlRecord, ...] = ()
+    if layout is not None and config.positive_control > 0:
+        say("positive control")
+        controls = _controls(models, measured_twins, twin_sources, layout, reference)
     say("verdicts")
     warnings = list(panel.notes)
     if layout is None:
@@ -146,14 +174,47 @@ def run_audit(
         panel=limits.panel_record(panel),
         models=records,
         settings=_settings(config, layout),
-        stacks={source.fingerprint: dict(source.stack) for source in sources.values()},
+        stacks={
+            source.fingerprint: dict(source.stack)
+            for source in (*sources.values(), *twin_sources.values())
+        },
         headrace_version=__version__,
         mixed_stacks=mixed,
         twins=tuple(twin_sources),
         reductions=compared,
+        controls=controls,
         slope=slope,
         warnings=tuple(warnings),
     )
+
+
+def _controls(
+    models: Sequence[AuditedModel],
+    twins: Sequence[Measurement],
+    twin_sources: Mapping[str, EmbeddingSource],
+    layout: Layout,
+    reference: str | None,
+) -> tuple[ControlRecord, ...]:
+    """One at each cutoff, planted in the first twin, or in the first model without twins."""
+    host = next(iter(twin_sources.items()), (models[0].name, models[0].source))
+    subtracted, _ = choose_reference(models, twins, layout.config, reference)
+    records = []
+    values: NDArray[np.floating] | None = None
+    for cutoff in dict.fromkeys(model.cutoff for model in models if model.cutoff is not None):
+        if values is None:
+            values, _ = load(host[0], host[1], layout.panel)
+        record = positive_control(values, cutoff, layout, subtracted, stack=host[1].fingerprint)
+        records += [] if record is None else [record]
+    return tuple(records)
+
+
+def _check_known(given: Mapping[str, Any], sources: Mapping[str, Any], what: str) -> None:
+    for name in given:
+        if name not in sources:
+            raise ConfigError(
+                f"{what} were given for {name!r}, which has no embeddings; models here: "
+                f"{', '.join(sources)}"
+            )
 
 
 def _settings(config: AuditConfig, layout: Layout | None) -> dict[str, Any]:

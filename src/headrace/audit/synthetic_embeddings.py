@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from headrace.audit.panel import Panel
+    from headrace.audit.records import Channel
 
     Array = NDArray[np.float64]
 
@@ -88,8 +89,6 @@ def draw_embeddings(
 ) -> tuple[NDArray[np.float32], dict[str, NDArray[np.float32]]]:
     """An embedding of the panel's embedded rows that holds ``knowledge``, and untrained twins.
 
-    Each signal is added, with random signs, to an eighth of the dimensions.
-
     Returns:
         ``(n, D)``, and ``(n, D)`` by name of twin.
     """
@@ -102,13 +101,7 @@ def draw_embeddings(
     spread = features.std(axis=0)
     features = (features - features.mean(axis=0)) / np.where(spread > 0, spread, 1.0)
     inputs += 0.5 * features @ rng.standard_normal((features.shape[1], _H))
-    values = _network(inputs, dimension, rng)
-    width = max(1, dimension // 8)
-    for k, planted in enumerate(knowledge):
-        columns = np.arange(k * width, (k + 1) * width) % dimension
-        signal = _noisy_signal(planted, rng)
-        cells = signal[unit if len(signal) > 1 else 0, session]
-        values[:, columns] += cells[:, None] * rng.choice([-1.0, 1.0], width)
+    values = plant(_network(inputs, dimension, rng), panel, knowledge, rng)
     twins = {
         f"twin {k}": _network(inputs, dimension, np.random.default_rng((seed, 2, k))).astype(
             np.float32
@@ -116,6 +109,53 @@ def draw_embeddings(
         for k in range(num_twins)
     }
     return values.astype(np.float32), twins
+
+
+def knowledge_of_panel(
+    panel: Panel, *, share: float, channels: tuple[Channel, ...], cutoff: np.datetime64 | None
+) -> list[PlantedKnowledge]:
+    """Knowledge of a panel's own targets, to plant in an embedding of it.
+
+    Args:
+        panel: full matrix of targets.
+        share: of var(y), in each channel.
+        channels: to plant in.
+        cutoff: last known date; every date where it is ``None``.
+    """
+    known = np.ones(panel.num_sessions, dtype=bool)
+    if cutoff is not None:
+        known = panel.sessions <= cutoff
+    matrix = (panel.matrix(panel.y) - panel.y.mean()) / panel.y.std()
+    common = np.nanmean(matrix, axis=0, keepdims=True)
+    signals = {"common": common, "entity": np.nan_to_num(matrix - common, nan=0.0)}
+    return [
+        PlantedKnowledge(signal=signals[channel], share=share, known=known) for channel in channels
+    ]
+
+
+def plant(
+    values_nD: NDArray[np.floating],
+    panel: Panel,
+    knowledge: Sequence[PlantedKnowledge],
+    rng: np.random.Generator,
+) -> Array:
+    """``(n, D)`` with each signal added, with random signs, to an eighth of the dimensions.
+
+    A signal has the standard deviation of the dimension that it is added to.
+    """
+    planted_nD: Array = np.array(values_nD, dtype=np.float64)
+    rows = panel.embedded_rows
+    unit, session = panel.entity[rows], panel.session[rows]
+    dimension = planted_nD.shape[1]
+    width = max(1, dimension // 8)
+    spread = planted_nD.std(axis=0)
+    for k, planted in enumerate(knowledge):
+        columns = np.arange(k * width, (k + 1) * width) % dimension
+        signal = _noisy_signal(planted, rng)
+        cells = signal[unit if len(signal) > 1 else 0, session]
+        signs = rng.choice([-1.0, 1.0], width) * np.where(spread > 0, spread, 1.0)[columns]
+        planted_nD[:, columns] += cells[:, None] * signs
+    return planted_nD
 
 
 def _noisy_signal(planted: PlantedKnowledge, rng: np.random.Generator) -> Array:

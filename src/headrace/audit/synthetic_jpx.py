@@ -17,7 +17,6 @@ import numpy as np
 
 from headrace.audit.jpx import COLUMNS, adjusted_close, targets
 from headrace.audit.synthetic import market_shocks
-from headrace.audit.synthetic_embeddings import PlantedKnowledge
 from headrace.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,9 +24,6 @@ if TYPE_CHECKING:
 
     import polars as pl
     from numpy.typing import NDArray
-
-    from headrace.audit.panel import Panel
-    from headrace.audit.records import Channel
 
     Array = NDArray[np.float64]
 
@@ -159,25 +155,3 @@ def _listed(config: SyntheticJpxConfig) -> NDArray[np.bool_]:
         start = config.num_sessions * (k + 1) // (config.num_listed_late + 3)
         listed[config.num_securities - 1 - config.num_delisted - k, :start] = False
     return listed
-
-
-def knowledge_of_panel(
-    panel: Panel, *, share: float, channels: tuple[Channel, ...], cutoff: np.datetime64 | None
-) -> list[PlantedKnowledge]:
-    """Knowledge of a panel's own targets, to plant in an embedding of it.
-
-    Args:
-        panel: full matrix of targets.
-        share: of var(y), in each channel.
-        channels: to plant in.
-        cutoff: last known date; every date where it is ``None``.
-    """
-    known = np.ones(panel.num_sessions, dtype=bool)
-    if cutoff is not None:
-        known = panel.sessions <= cutoff
-    matrix = (panel.matrix(panel.y) - panel.y.mean()) / panel.y.std()
-    common = np.nanmean(matrix, axis=0, keepdims=True)
-    signals = {"common": common, "entity": np.nan_to_num(matrix - common, nan=0.0)}
-    return [
-        PlantedKnowledge(signal=signals[channel], share=share, known=known) for channel in channels
-    ]

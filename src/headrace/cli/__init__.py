@@ -19,6 +19,7 @@ VERBS = {
     "export": "Write a checkpoint as a Hugging Face model folder.",
     "corpus": "Build and inspect point-in-time corpora.",
     "embed": "Embeddings of a panel's prompts, cached with their stack fingerprint.",
+    "probe": "What a model states of dated market moves, and its loss by month.",
     "audit": "Measure how much of a forecast comes from the future.",
     "report": "One self-contained HTML file from result records.",
     "bench": "Measured figures with the ceilings of the same run.",

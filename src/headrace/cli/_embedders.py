@@ -71,6 +71,22 @@ def _dtype(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
+def load_whole(model: str, *, device: str) -> tuple[Any, Any]:
+    """A causal LM with its head, in float32 on ``device``, and its tokenizer.
+
+    Raises:
+        ConfigError: no model or tokenizer there.
+    """
+    from transformers import AutoModelForCausalLM
+
+    tokenizer = _tokenizer(model)
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"no model at {model!r}: {str(error).splitlines()[0]}") from error
+    return loaded.to(device).eval(), tokenizer
+
+
 def _source(model: str, untrained: int | None) -> str:
     return model if untrained is None else f"{model}, untrained twin {untrained}"
 

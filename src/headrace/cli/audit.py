@@ -45,6 +45,14 @@ def audit(
         list[str] | None,
         typer.Option(metavar="BASE=TRAINED", help=f"Pair of models to compare. {_PAIR}"),
     ] = None,
+    recall: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=FILE", help=f"Recall answers, of headrace probe. {_PAIR}"),
+    ] = None,
+    perplexity: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=FILE", help=f"Document losses, of headrace probe. {_PAIR}"),
+    ] = None,
     split_date: Annotated[
         str | None, typer.Option(help="Last training date of the chronological arm.")
     ] = None,
@@ -71,24 +79,38 @@ def audit(
     from json import dumps
 
     from headrace.audit import AuditConfig, read_panel, to_dict, write_json
+    from headrace.audit.perplexity import read_losses
+    from headrace.audit.recall import read_answers
     from headrace.audit.recipe import request_from_recipe
     from headrace.audit.request import AuditRequest, file_sources, pairs
     from headrace.errors import ConfigError
 
     if recipe is not None:
-        given = [panel, embeddings, cutoff, twin, reference, reduction, split_date]
+        given = [
+            panel, embeddings, cutoff, twin, reference, reduction, recall, perplexity, split_date,
+        ]  # fmt: skip
         if any(option is not None for option in given):
             raise ConfigError("a recipe was given, and options that it would silence")
         request = request_from_recipe(recipe)
     elif panel is None:
         raise ConfigError("no panel was given", remedy="give --panel PANEL.parquet or a recipe")
     else:
+        sources = file_sources(embeddings or (), "--embeddings")
+        losses = {}
+        for name, file in pairs(perplexity or (), "--perplexity").items():
+            stack = sources[name].fingerprint if name in sources else ""
+            losses[name] = read_losses(Path(file), stack=stack)
         request = AuditRequest(
             panel=read_panel(panel),
-            embeddings=file_sources(embeddings or (), "--embeddings"),
+            embeddings=sources,
             cutoffs=pairs(cutoff or (), "--cutoff"),
             twins=file_sources(twin or (), "--twin"),
             reference=reference,
+            recall={
+                name: read_answers(Path(file))
+                for name, file in pairs(recall or (), "--recall").items()
+            },
+            perplexity=losses,
             reductions=tuple(pairs(reduction or (), "--reduction").items()),
             config=AuditConfig(
                 split_date=split_date,
@@ -109,6 +131,12 @@ def audit(
         print(f"{model.name}: {model.verdict}")
         for sentence in (*model.summary, *model.cautions):
             print(f"  {sentence}")
+    for control in result.controls:
+        found = "was found" if control.detected else "was NOT found"
+        print(
+            f"positive control at {control.cutoff}: a planted leak of {control.planted_share:g} "
+            f"a channel {found}"
+        )
     if json is not None:
         write_json(result, Path(json))
         print(f"result: {json}")

@@ -57,4 +57,4 @@ def small():
 @pytest.fixture(scope="session")
 def quick() -> AuditConfig:
     """Settings that a test can afford."""
-    return AuditConfig(num_shifts=39, tables=False)
+    return AuditConfig(num_shifts=39, tables=False, positive_control=0.0)
