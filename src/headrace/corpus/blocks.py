@@ -18,15 +18,27 @@ from collections import Counter
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
-from datatrove.pipeline.base import PipelineStep
-from datatrove.pipeline.filters.base_filter import BaseFilter
-
 from headrace.corpus.checks.mentions import BODY, CUED_YEAR, MentionFinder, load_entities
 from headrace.corpus.cutoff import AvailabilityRule, Dater, parse_cutoff
 from headrace.corpus.files import hash_of, is_whole
 from headrace.corpus.instants import InstantError, end_of_day, format_instant
 from headrace.corpus.jobs import prepare
 from headrace.errors import ConfigError, HeadraceError
+
+try:
+    from datatrove.pipeline.base import PipelineStep
+    from datatrove.pipeline.filters.base_filter import BaseFilter
+except ImportError:
+
+    class PipelineStep:  # type: ignore[no-redef]  # stands where datatrove's would
+        """Says what is missing when a block is made, not when this module is read."""
+
+        def __init__(self, *_: object) -> None:
+            raise ConfigError(
+                "corpus blocks need the package datatrove", remedy="pip install 'headrace[scale]'"
+            )
+
+    BaseFilter = PipelineStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -40,7 +40,7 @@ from headrace.corpus.rejections import (
 )
 from headrace.corpus.unit_files import read_index
 from headrace.corpus.vintages import Findings, ShardMaker, publish_vintages
-from headrace.errors import CapacityError, ConfigError, DataError
+from headrace.errors import CapacityError, DataError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -89,13 +89,8 @@ def build_corpus(
 
 
 def _cluster(executor: Executor, values: dict[str, Any], work: Path) -> Pool:
-    try:
-        from headrace.corpus.blocks import DatatroveWorkers  # noqa: PLC0415 - optional package
-    except ImportError as error:
-        raise ConfigError(
-            f"executor {executor.type} needs the package datatrove: {error}",
-            remedy="pip install 'headrace[scale]'",
-        ) from error
+    from headrace.corpus.blocks import DatatroveWorkers  # noqa: PLC0415 - optional, slow to import
+
     return DatatroveWorkers(
         values,
         kind=executor.type,

@@ -7,6 +7,8 @@ import gzip
 import hashlib
 import json
 import os
+import subprocess
+import sys
 from datetime import date
 from typing import TYPE_CHECKING, Any
 
@@ -475,6 +477,30 @@ def test_a_full_disk_is_said_and_what_was_done_is_kept(
     inodes = unit_folders(tmp_path / "corpus.work")
     build({"path": str(dated)})
     assert unit_folders(tmp_path / "corpus.work") == inodes
+
+
+def test_an_executor_without_its_package_says_what_to_install(tmp_path: Path, dated: Path) -> None:
+    code = (
+        "import sys\n"
+        "sys.modules['datatrove'] = None\n"
+        "from headrace.corpus.build import build_corpus\n"
+        "from headrace.corpus.config import config_from\n"
+        "from headrace.errors import ConfigError\n"
+        "source = {'name': 's', 'type': 'jsonl', 'path': sys.argv[1], 'available_at': 'date'}\n"
+        "config = config_from({'output_dir': sys.argv[2], 'cutoff': '2016', 'sources': [source],\n"
+        "                      'executor': {'type': 'local', 'tasks': 2}})\n"
+        "try:\n"
+        "    build_corpus(config)\n"
+        "except ConfigError as error:\n"
+        "    assert 'headrace[scale]' in str(error)\n"
+        "else:\n"
+        "    raise SystemExit('nothing was said')\n"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code, str(dated), str(tmp_path / "c")],
+        check=True,
+        env={"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
 
 
 def test_overrides_reach_into_lists_and_models(tmp_path: Path, dated: Path) -> None:
