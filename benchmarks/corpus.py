@@ -1,4 +1,3 @@
-# ruff: noqa: PLC0415 - each case imports what it measures, in a process of its own
 """Prints the corpus figures that the documentation states, beside datatrove on the same file.
 
 Run: python benchmarks/corpus.py [--megabytes 96] [--rounds 3] [--json]
