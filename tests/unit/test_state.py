@@ -170,6 +170,14 @@ def test_values_that_round_to_infinity_are_refused():
             unit.set_master(param, torch.full(shape, torch.finfo(torch.float32).max))
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int8, torch.bool, torch.float8_e4m3fn])
+def test_quantised_or_integer_weights_are_refused(state, dtype):
+    (unit,) = state.units
+    with pytest.raises(DataError, match=f"w holds {dtype}"):
+        unit.set_master(W, torch.ones(3, 5).to(dtype))
+    assert not unit.master(W).any()
+
+
 def test_wrong_shape_is_refused(state):
     (unit,) = state.units
     with pytest.raises(DataError, match=r"w has shape \(5, 3\), the model's is \(3, 5\)"):

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 1
 RECORD = "headrace.json"
+_RECORD_KINDS = {"step": int, "optimizer_step": int, "dtype": str, "trainer_state": dict}
 SHARD_BYTES = 4 * GIB
 _NAME = re.compile(r"checkpoint-(\d+)")
 _logger = logging.getLogger(__name__)
@@ -132,11 +133,14 @@ def load_checkpoint(path: str | Path, spec: ModelSpec, state: ModelState) -> dic
     with SafetensorsReader() as reader:
         for unit in state.units:
             for name, target in _weight_tensors(unit).items():
-                _copy(reader.get(weights[name], name), target, name, path)
+                value = reader.get(weights[name], name)
+                _copy(value, target, name, path)
+                if not bool(torch.isfinite(value).all()):
+                    raise _damaged(f"{name} in {path} has NaN or infinite values")
             for name, target in _optimizer_tensors(unit).items():
                 _copy(reader.get(optimizer[name], name), target, name, path)
     del spec
-    state.optimizer_step = int(record["optimizer_step"])
+    state.optimizer_step = record["optimizer_step"]
     return dict(record["trainer_state"])
 
 
@@ -148,7 +152,14 @@ def read_record(path: Path) -> dict[str, Any]:
             f"{path} has format version {record.get('format_version')}, "
             f"this headrace reads {FORMAT_VERSION}"
         )
+    for key, kind in _RECORD_KINDS.items():
+        if not isinstance(record.get(key), kind):
+            raise _damaged(f"{path / RECORD} is damaged: {key} is {record.get(key)!r}")
     return dict(record)
+
+
+def _damaged(what: str) -> CheckpointError:
+    return CheckpointError(what, remedy="resume from an earlier checkpoint, or copy it again")
 
 
 def find_problem(path: Path) -> str | None:
@@ -372,7 +383,8 @@ def _copy(value: torch.Tensor, target: torch.Tensor, name: str, path: Path) -> N
     if value.shape != target.shape or value.dtype != target.dtype:
         raise CheckpointError(
             f"{name} in {path} is {value.dtype} {tuple(value.shape)}, the model's is "
-            f"{target.dtype} {tuple(target.shape)}"
+            f"{target.dtype} {tuple(target.shape)}",
+            remedy="resume with the model it was saved with, or choose another output_dir",
         )
     target.copy_(value)
 

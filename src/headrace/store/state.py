@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 StateDtype = Literal["bfloat16", "float32"]
 
 
+# What a stored weight may be; quantised kinds carry scales of their own.
+_MASTER_SOURCES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
 class HasUnits(Protocol):
     """A model's structure, as far as its state is concerned."""
 
@@ -95,11 +99,17 @@ class UnitState:
         """Store a parameter's master weight; ``value`` has the parameter's shape, any float dtype.
 
         Raises:
-            DataError: the shape differs, or a value is not finite (or rounds to infinity in bf16).
+            DataError: the shape differs, it is not a float dtype that can be widened, or a value is
+                not finite (or rounds to infinity in bf16).
         """
         if tuple(value.shape) != param.shape:
             raise DataError(
                 f"{param.name} has shape {tuple(value.shape)}, the model's is {param.shape}"
+            )
+        if value.dtype not in _MASTER_SOURCES:
+            raise DataError(
+                f"{param.name} holds {value.dtype}, which is no plain weight",
+                remedy="dequantise the model and save it in bfloat16 or float32",
             )
         flat = value.detach().reshape(-1)
         if flat.dtype == torch.float64:  # before the check: what leaves float32 becomes infinite

@@ -86,8 +86,14 @@ class Progress:
                 f"{path} holds a trainer state of format {found}, this version reads {_FORMAT}",
                 remedy="start from its weights: model_name_or_path, without resume_from_checkpoint",
             )
-        values["loader"] = LoaderState(**values["loader"])
-        return cls(**values)
+        try:
+            values["loader"] = LoaderState(**values["loader"])
+            return cls(**values)
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"the trainer state of {path} is damaged ({error})",
+                remedy="start from its weights: model_name_or_path, without resume_from_checkpoint",
+            ) from error
 
 
 def data_fingerprint(row_sets: Sequence[RowSet], *, shuffle: bool, seed: int) -> dict[str, Any]:
