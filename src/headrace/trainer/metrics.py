@@ -146,5 +146,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
             row = json.loads(line)
         except json.JSONDecodeError:
             break
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            break  # damage, as half a row is
         rows.append(row)
     return rows

@@ -101,10 +101,10 @@ class RunRecord:
 
     def _earlier_sessions(self) -> list[dict[str, Any]]:
         try:
-            sessions = json.loads(self._path.read_text(encoding="utf-8"))["sessions"]
-        except (OSError, ValueError, KeyError):
+            sessions = list(json.loads(self._path.read_text(encoding="utf-8"))["sessions"])
+        except (OSError, ValueError, KeyError, TypeError):
             return []
-        return list(sessions)
+        return [session for session in sessions if isinstance(session, dict)]
 
     def update(self, *, last_step: int, **values: Any) -> None:
         """Write how far the run is, with further top-level ``values``."""

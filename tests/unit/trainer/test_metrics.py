@@ -6,6 +6,7 @@ import pytest
 
 from headrace.engine import StepResult
 from headrace.trainer.metrics import Meter, MetricsLog, read_rows
+from headrace.trainer.record import RunRecord
 
 
 def step(loss, supervised, *, skipped=False, norm=1.0):
@@ -60,6 +61,21 @@ def test_an_interval_goes_on_after_a_save():
     for result in steps[1:]:
         part.add(result, num_tokens=9, seconds=0.1)
     assert part == whole
+
+
+@pytest.mark.parametrize("line", ["5", "[1]", '{"loss": 1}', '{"step": "x"}', "\0\0"])
+def test_damaged_rows_end_a_file(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n' + line + "\n")
+    assert read_rows(path) == [{"step": 1}]
+
+
+@pytest.mark.parametrize("text", ["[]", '{"sessions": 5}', '{"sessions": ["x", {"seconds": 1}]}'])
+def test_a_damaged_record_does_not_stop_a_resume(tmp_path, text):
+    path = tmp_path / "run.json"
+    path.write_text(text)
+    RunRecord(path, {}, first_step=3, resumed_from="checkpoint-3")
+    assert json.loads(path.read_text())["sessions"][-1]["first_step"] == 3
 
 
 def test_rows_after_the_checkpoint_are_cut_off(tmp_path):
