@@ -141,6 +141,8 @@ def test_export_refuses_what_it_cannot_do(run, tmp_path, monkeypatch):
         export_checkpoint(run.output_dir, taken)
     with pytest.raises(CheckpointError, match="neither a checkpoint nor a run folder"):
         export_checkpoint(tmp_path / "absent", tmp_path / "model")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        export_checkpoint(run.output_dir, taken / "file" / "model")
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "disk_usage", lambda _path: usage)
@@ -151,6 +153,19 @@ def test_export_refuses_what_it_cannot_do(run, tmp_path, monkeypatch):
         export_checkpoint(run.checkpoint, tmp_path / "model")
     # The run's last complete checkpoint is an earlier one now.
     assert export_checkpoint(run.output_dir, tmp_path / "model").checkpoint.name == "checkpoint-4"
+
+
+def test_a_checkpoint_deleted_while_it_is_exported(run, tmp_path, monkeypatch):
+    copy = shutil.copyfile
+
+    def pruned(source, target):
+        shutil.rmtree(run.checkpoint)
+        copy(source, target)
+
+    monkeypatch.setattr(shutil, "copyfile", pruned)
+    with pytest.raises(CheckpointError, match="deleted by its run"):
+        export_checkpoint(run.output_dir, tmp_path / "model")
+    assert not list(tmp_path.glob("*model*"))
 
 
 def test_a_killed_export_leaves_nothing_under_the_name(run, tmp_path, monkeypatch):

@@ -66,7 +66,7 @@ def export_checkpoint(source: str | Path, out: str | Path) -> ExportResult:
 
     Raises:
         CheckpointError: no complete checkpoint there.
-        ConfigError: ``out`` is taken.
+        ConfigError: ``out`` is taken, or cannot be written.
         CapacityError: the disk has no room.
     """
     checkpoint, out = find_checkpoint(Path(source)), Path(out)
@@ -78,8 +78,11 @@ def export_checkpoint(source: str | Path, out: str | Path) -> ExportResult:
         if file.is_file() and file.name != RECORD and not file.name.startswith("optimizer")
     )
     num_bytes = sum(file.stat().st_size for file in files)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(out.parent).free
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(out.parent).free
+    except OSError as error:
+        raise _not_writable(out, error) from error
     if num_bytes > free:
         raise CapacityError(
             f"the model needs {format_bytes(num_bytes)}, {out.parent} has {format_bytes(free)} "
@@ -88,8 +91,8 @@ def export_checkpoint(source: str | Path, out: str | Path) -> ExportResult:
         )
     temporary = out.with_name(f".{out.name}.writing")
     shutil.rmtree(temporary, ignore_errors=True)  # of an export that was killed
-    temporary.mkdir()
     try:
+        temporary.mkdir()
         for file in files:
             _copy(file, temporary / file.name)
         if out.exists():
@@ -102,9 +105,20 @@ def export_checkpoint(source: str | Path, out: str | Path) -> ExportResult:
                 f"the disk of {out.parent} filled up; {out} was not written",
                 remedy="free space, or export elsewhere",
             ) from error
-        raise
+        if not checkpoint.is_dir():  # save_total_limit of a run that goes on
+            raise CheckpointError(
+                f"{checkpoint} was deleted by its run while it was copied",
+                remedy="export again; the run has a later one",
+            ) from error
+        raise _not_writable(out, error) from error
     return ExportResult(
         checkpoint=checkpoint, folder=out, num_bytes=num_bytes, files=tuple(f.name for f in files)
+    )
+
+
+def _not_writable(out: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"{out} cannot be written: {error.strerror or error}", remedy="choose another folder"
     )
 
 
