@@ -77,7 +77,7 @@ def test_version_is_that_of_the_project():
 def test_file_holds_two_ideas():
     sources = [
         path
-        for folder in ("src", "csrc", "benchmarks", "tests", "docs")
+        for folder in ("src", "csrc", "benchmarks", "docs")
         for suffix in ("py", "pyi", "cpp", "h")
         for path in (ROOT / folder).rglob(f"*.{suffix}")
     ]
