@@ -117,8 +117,7 @@ def load_checkpoint(path: str | Path, spec: ModelSpec, state: ModelState) -> dic
         CheckpointError: it is incomplete, of another model or of another dtype.
     """
     path = Path(path)
-    problem = find_problem(path)
-    if problem is not None:
+    if (problem := find_problem(path)) is not None:
         raise CheckpointError(f"{path} is not a complete checkpoint: {problem}")
     record = read_record(path)
     if record["dtype"] != state.dtype:
@@ -198,8 +197,7 @@ def latest_checkpoint(output_dir: str | Path) -> Path | None:
     if output_dir.is_dir():
         _restore_retired(output_dir)
     for path in reversed(list_checkpoints(output_dir)):
-        problem = find_problem(path)
-        if problem is None:
+        if (problem := find_problem(path)) is None:
             return path
         _logger.warning("passing over %s: %s", path, problem)
     return None
