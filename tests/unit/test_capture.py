@@ -162,7 +162,7 @@ def test_sliding_and_full_layers_never_share_one(family):
     )
     templates = Templates(ModelSpec(config), compile_layers=False)
     assert templates.num_structures == 2
-    windows = [module.self_attn.sliding_window for module in templates._modules]
+    windows = [t.module.self_attn.sliding_window for t in templates._templates]
     assert windows == [None, None, 5, 5]
 
 
@@ -170,7 +170,7 @@ def test_every_structure_has_code_of_its_own():
     """The compiler's recompile limit counts per code object."""
     config = tiny_config("qwen2", num_hidden_layers=4, max_window_layers=2)
     templates = Templates(ModelSpec(config), compile_layers=True)
-    functions = {id(call): call for calls in templates._calls for call in calls}.values()
+    functions = {id(call): call for t in templates._templates for call in t.calls}.values()
     codes = {function._torchdynamo_orig_callable.__code__ for function in functions}
     assert len(functions) == 4  # two structures, kept and plain
     assert len(codes) == 4

@@ -16,9 +16,11 @@ from headrace.models.anatomy import first_tensor
 from headrace.models.loss import chunk_loss_with, linear_cross_entropy
 
 if TYPE_CHECKING:
+    from headrace.engine.routing import StepRouting
     from headrace.engine.slots import GradientSlot
     from headrace.models.capture import CallCapture, LayerArguments
     from headrace.models.loss import ChunkLoss
+    from headrace.models.routing import RouterOutput
     from headrace.models.spec import ModelSpec
     from headrace.models.templates import Templates
     from headrace.store.layout import UnitLayout
@@ -43,12 +45,14 @@ class LayerRecord:
         output_BTD: its output with graph, or None when it is to be recomputed.
         graph: where the graph finds its weights.
         leaves: the trainable parameters the graph was built on.
+        routers: what the layer's routers said; with graph when it is kept.
     """
 
     input_BTD: torch.Tensor
     output_BTD: torch.Tensor | None = None
     graph: KeptGraph | None = None
     leaves: list[torch.Tensor] | None = None
+    routers: tuple[RouterOutput, ...] = ()
 
 
 def trainable_leaves(slot: Slot, layout: UnitLayout) -> list[torch.Tensor]:
@@ -124,22 +128,28 @@ class Passes:
         arguments: LayerArguments,
         *,
         keep: bool,
+        training: bool = False,
     ) -> tuple[torch.Tensor, LayerRecord]:
-        """Run a layer; with ``keep`` its graph stays, without its weights."""
+        """Run a layer; with ``keep`` its graph stays, without its weights.
+
+        ``training`` says that it will be recomputed: where it routes, forward then runs as
+        recompute will, with a graph that is dropped, so that both choose the same experts.
+        """
         layout = self._spec.units[1 + index]
         parameters = slot.parameters(layout)
-        record = LayerRecord(hidden_BTD.detach().requires_grad_(keep))
+        graph = keep or (training and self._templates.routes(index))
+        record = LayerRecord(hidden_BTD.detach().requires_grad_(graph))
         if not keep:
-            with torch.no_grad():
-                output_BTD = self._templates.run(
+            with torch.set_grad_enabled(graph):
+                output = self._templates.run(
                     index, parameters, record.input_BTD, arguments, keep=False
                 )
-            return output_BTD, record
+            record.routers = tuple(router.detached() for router in output.routers)
+            return output.hidden_BTD.detach(), record
         record.graph = KeptGraph(slot)
         with torch.enable_grad(), record.graph.hooks():
-            record.output_BTD = self._templates.run(
-                index, parameters, record.input_BTD, arguments, keep=True
-            )
+            output = self._templates.run(index, parameters, record.input_BTD, arguments, keep=True)
+        record.output_BTD, record.routers = output.hidden_BTD, output.routers
         record.leaves = trainable_leaves(slot, layout)
         return record.output_BTD.detach(), record
 
@@ -153,25 +163,34 @@ class Passes:
         *,
         accumulator: GradientSlot,
         first: bool,
+        routing: StepRouting,
+        micro_batch: int,
     ) -> torch.Tensor:
         """The gradient of the layer's input; its parameters' are added to ``accumulator``."""
         layout = self._spec.units[1 + index]
         if record.graph is None:
             record.input_BTD.requires_grad_(True)
             with torch.enable_grad():
-                output_BTD = self._templates.run(
+                output = self._templates.run(
                     index, slot.parameters(layout), record.input_BTD, arguments, keep=False
                 )
+            output_BTD, routers = output.hidden_BTD, output.routers
+            if routers:
+                routing.again(index, micro_batch, routers)
             leaves = trainable_leaves(slot, layout)
         else:
             assert record.output_BTD is not None
             assert record.leaves is not None
             record.graph.rebind(slot)
-            output_BTD, leaves = record.output_BTD, record.leaves
+            output_BTD, leaves, routers = record.output_BTD, record.leaves, record.routers
+        balancing = routing.gradients(micro_batch, routers)
         gradients = torch.autograd.grad(
-            output_BTD, [record.input_BTD, *leaves], hidden_grad_BTD, allow_unused=True
+            [output_BTD, *(logits for logits, _ in balancing)],
+            [record.input_BTD, *leaves],
+            [hidden_grad_BTD, *(gradient for _, gradient in balancing)],
+            allow_unused=True,
         )
-        record.output_BTD = None
+        record.output_BTD, record.routers = None, ()
         input_grad_BTD = gradients[0]
         assert input_grad_BTD is not None, "the layer's output does not depend on its input"
         if leaves:

@@ -16,6 +16,9 @@ class StepResult:
         grad_norm: 2-norm of the gradient before clipping.
         skipped: the gradient was not finite and the state is as before.
         exposed_seconds: time compute waited, by lane.
+        auxiliary_loss: the balancing loss of routers before its coefficient; None without one.
+        busiest_expert: by layer with experts, rows of the busiest one over the even share.
+        num_idle_experts: by layer with experts, those without a row.
     """
 
     loss: float
@@ -24,6 +27,9 @@ class StepResult:
     grad_norm: float
     skipped: bool
     exposed_seconds: dict[str, float] = field(default_factory=dict)
+    auxiliary_loss: float | None = None
+    busiest_expert: dict[int, float] = field(default_factory=dict)
+    num_idle_experts: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ from headrace.engine.host_optimizer import UpdateSettings
 from headrace.engine.lanes import indexed_device, random_delay
 from headrace.engine.passes import DeviceBatch, LayerRecord, Passes
 from headrace.engine.results import EvalResult, StepResult
+from headrace.engine.routing import StepRouting
 from headrace.engine.schedule import split_waves
 from headrace.engine.update import Updater, check_finite_state
 from headrace.engine.windows import Exposure, Windows
@@ -168,12 +169,19 @@ class Engine:
         early = None
         if not clipping or self._clipping.may_update_early(step):
             early = UpdateSettings(step=step, learning_rate=learning_rate)
-        loss_sum = self._forward_backward(micro_batches, scale=1.0 / num_supervised, early=early)
+        routing = StepRouting(
+            self.spec.auxiliary_loss,
+            [batch.num_supervised_tokens / num_supervised for batch in micro_batches],
+        )
+        loss_sum = self._forward_backward(
+            micro_batches, scale=1.0 / num_supervised, early=early, routing=routing
+        )
         waiting = time.perf_counter()
         norm = self.updater.gradient_norm()
         ended = time.perf_counter()
         self._exposure.seconds["d2h"] += ended - waiting
         loss = float(loss_sum) / num_supervised
+        routed = routing.report()
         skipped = not math.isfinite(norm)
         coefficient = clip_coefficient(norm, max_grad_norm)
         self.updater.settle(
@@ -202,6 +210,9 @@ class Engine:
             grad_norm=norm,
             skipped=skipped,
             exposed_seconds=dict(self._exposure.seconds),
+            auxiliary_loss=routed.auxiliary_loss,
+            busiest_expert=routed.busiest,
+            num_idle_experts=routed.num_idle,
         )
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
@@ -280,6 +291,7 @@ class Engine:
         *,
         scale: float,
         early: UpdateSettings | None,
+        routing: StepRouting,
     ) -> torch.Tensor:
         waves = split_waves(len(micro_batches), self.config.micro_batches_per_wave)
         windows, accumulators = self._windows, self._accumulators
@@ -293,7 +305,7 @@ class Engine:
                 first, last = number == 0, number == len(waves) - 1
                 batches = [self._to_device(micro_batches[m]) for m in wave]
                 hidden, arguments = self._embed_all(batches)
-                records = self._forward_layers(walk, hidden, arguments)
+                records = self._forward_layers(walk, hidden, arguments, wave, routing)
                 if first:
                     accumulators.begin_ends(tied=self.spec.tied)
                 gradients = self._head(batches, hidden, scale, loss_sum)
@@ -313,6 +325,8 @@ class Engine:
                             gradients[m],
                             accumulator=accumulator,
                             first=first and m == 0,
+                            routing=routing,
+                            micro_batch=wave[m],
                         )
                     if last:
                         self.updater.return_gradient(1 + use.layer, accumulator, early)
@@ -340,6 +354,8 @@ class Engine:
         walk: Walk,
         hidden: list[torch.Tensor],
         arguments: list[list[LayerArguments]],
+        wave: range,
+        routing: StepRouting,
     ) -> list[list[LayerRecord]]:
         keep_from = self.config.recompute_layers or 0
         if self.config.activations == "recompute":
@@ -348,9 +364,14 @@ class Engine:
         for use, slot in walk.layers(self.spec.num_layers):
             row = []
             for m in range(len(hidden)):
+                keep = use.layer >= keep_from
                 hidden[m], record = self._passes.layer_forward(
-                    use.layer, slot, hidden[m], arguments[m][use.layer], keep=use.layer >= keep_from
+                    use.layer, slot, hidden[m], arguments[m][use.layer], keep=keep, training=True
                 )
+                if record.routers:
+                    routing.seen(use.layer, wave[m], record.routers)
+                if not keep:
+                    record.routers = ()
                 row.append(record)
             records.append(row)
         return records

@@ -28,6 +28,7 @@ from headrace.models.anatomy import (
     float32_names,
 )
 from headrace.models.head import HeadProbe, LogitRule, find_rules
+from headrace.models.routing import find_auxiliary_loss
 from headrace.models.shrink import MAX_LAYERS, shrink
 from headrace.models.structure import covering_prefix
 from headrace.store.layout import UnitLayout, plan_unit
@@ -101,6 +102,7 @@ class ModelSpec:
         tied: the head's matrix is the embedding's.
         before_head: what happens to the final hidden state before the head's matrix, or None.
         logit_rule: what happens to logits after it.
+        auxiliary_loss: how its routers are balanced, or None.
     """
 
     def __init__(self, config: Any, *, trainable: Callable[[str], bool] | None = None) -> None:
@@ -121,6 +123,7 @@ class ModelSpec:
         self.tied = self.parts.head.weight is embedding.weight
         self._embedding = embedding
         self.before_head, self.logit_rule = self._find_head_rules()
+        self.auxiliary_loss = find_auxiliary_loss(self.model, self.config)
         self.units = self._plan_units(trainable or (lambda _: True))
 
     @classmethod

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable  # noqa: TC003 - the NamedTuple's fields are evaluated
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from torch.utils.checkpoint import (
 
 from headrace.models.anatomy import first_tensor
 from headrace.models.buffers import initial_buffers
+from headrace.models.routing import RouterOutput, watch_routers
 from headrace.models.structure import structure
 
 if TYPE_CHECKING:
@@ -32,22 +33,52 @@ if TYPE_CHECKING:
     from headrace.models.spec import ModelSpec
 
 
+class LayerOutput(NamedTuple):
+    """What a layer returns.
+
+    Attributes:
+        hidden_BTD: the hidden state.
+        routers: what its routers said, in order of their calls; empty for a dense layer.
+    """
+
+    hidden_BTD: torch.Tensor
+    routers: tuple[RouterOutput, ...]
+
+
 def _layer_call(
     module: nn.Module,
+    box: list[tuple[torch.Tensor, ...]] | None,
     bound: dict[str, torch.Tensor],
     hidden_BTD: torch.Tensor,
     arguments: dict[str, Any],
-) -> torch.Tensor:
+) -> tuple[tuple[torch.Tensor, ...], ...]:
+    """The hidden state alone in a tuple, and a tuple for each router."""
+    if box is not None:
+        box.clear()
     output = torch.func.functional_call(module, bound, (hidden_BTD,), arguments)
-    hidden: torch.Tensor = first_tensor(output)
-    return hidden
+    seen: tuple[tuple[torch.Tensor, ...], ...] = ()
+    if box is not None:
+        seen = tuple(box)
+        box.clear()
+    return ((first_tensor(output),), *seen)
+
+
+_Call = Callable[..., tuple[tuple[torch.Tensor, ...], ...]]
 
 
 class _Calls(NamedTuple):
     """One structure's layer call: for a graph that is kept, and for everything else."""
 
-    kept: Callable[..., torch.Tensor]
-    plain: Callable[..., torch.Tensor]
+    kept: _Call
+    plain: _Call
+
+
+class _Template(NamedTuple):
+    """A layer that others of its structure are called through."""
+
+    module: nn.Module
+    box: list[tuple[torch.Tensor, ...]] | None
+    calls: _Calls
 
 
 class Templates:
@@ -65,24 +96,26 @@ class Templates:
         backend: str = "inductor",
         device: torch.device | None = None,
     ) -> None:
-        self._modules: list[nn.Module] = []
-        self._calls: list[_Calls] = []
+        self._templates: list[_Template] = []
         self._buffers: list[dict[str, torch.Tensor]] = []
         rule: Any = spec.model._init_weights  # noqa: SLF001 - the class's own rule has no public name
-        by_structure: dict[Any, tuple[nn.Module, _Calls]] = {}
+        by_structure: dict[Any, _Template] = {}
         for index in range(spec.num_layers):
             layer = spec.layer(index)
             key = structure(layer)
             if key not in by_structure:
+                box = watch_routers(layer, spec.model)  # before anything is traced
                 calls = _Calls(_layer_call, _layer_call)
                 if compile_layers:
-                    calls = _compiled(len(by_structure), backend)
-                by_structure[key] = (layer, calls)
-            module, calls = by_structure[key]
-            self._modules.append(module)
-            self._calls.append(calls)
+                    calls = _compiled(len(by_structure), backend, routes=box is not None)
+                by_structure[key] = _Template(layer, box, calls)
+            self._templates.append(by_structure[key])
             self._buffers.append(initial_buffers(layer, rule, device or torch.device("cpu")))
         self.num_structures = len(by_structure)
+
+    def routes(self, index: int) -> bool:
+        """Layer ``index`` has routers."""
+        return self._templates[index].box is not None
 
     def run(
         self,
@@ -92,30 +125,38 @@ class Templates:
         arguments: LayerArguments,
         *,
         keep: bool,
-    ) -> torch.Tensor:
+    ) -> LayerOutput:
         """Call layer ``index`` with ``parameters`` (by local name) bound, and its buffers.
 
         ``keep`` says that the graph will wait for its backward: it then saves less.
         """
-        calls = self._calls[index]
-        call = calls.kept if keep else calls.plain
+        template = self._templates[index]
         bound = {**self._buffers[index], **parameters}
-        return call(self._modules[index], bound, hidden_BTD, arguments)
+        call = template.calls.kept if keep else template.calls.plain
+        (hidden,), *routers = call(template.module, template.box, bound, hidden_BTD, arguments)
+        return LayerOutput(
+            hidden,
+            tuple(
+                RouterOutput(logits_NX=seen[0], chosen_NK=seen[1] if len(seen) > 1 else None)
+                for seen in routers
+            ),
+        )
 
 
 def _selective_layer_call(
     module: nn.Module,
+    box: list[tuple[torch.Tensor, ...]] | None,
     bound: dict[str, torch.Tensor],
     hidden_BTD: torch.Tensor,
     arguments: dict[str, Any],
-) -> torch.Tensor:
+) -> tuple[tuple[torch.Tensor, ...], ...]:
     """The layer, saving what is dear to compute and recomputing the rest.
 
     Only ever compiled: the partitioner then decides what the graph saves. Run eagerly it would
     recompute in backward from whatever weights the slot holds by then.
     """
-    output = checkpoint(
-        functools.partial(_layer_call, module),
+    output: tuple[tuple[torch.Tensor, ...], ...] = checkpoint(
+        functools.partial(_layer_call, module, box),
         bound,
         hidden_BTD,
         arguments,
@@ -123,7 +164,6 @@ def _selective_layer_call(
         preserve_rng_state=False,
         context_fn=functools.partial(create_selective_checkpoint_contexts, _policy),
     )
-    assert isinstance(output, torch.Tensor)
     return output
 
 
@@ -134,11 +174,13 @@ _SAVED_OPERATORS = (
     "aten::addmm",
     "aten::bmm",
     "aten::_grouped_mm",
+    "headrace::grouped_matmul_v1",
     "aten::_scaled_dot_product_cudnn_attention",
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "torch_attn::_varlen_attn",
+    "flex_attention",
     "aten::topk",
     "aten::sort",
 )
@@ -150,14 +192,30 @@ def _policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> Checkp
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _own_code(function: Callable[..., torch.Tensor], name: str) -> Callable[..., torch.Tensor]:
+def _own_code(function: _Call, name: str) -> _Call:
     assert isinstance(function, types.FunctionType)
     code = function.__code__.replace(co_name=name)
     return types.FunctionType(code, function.__globals__, name, function.__defaults__)
 
 
-def _compiled(number: int, backend: str) -> _Calls:
+def _compiled(number: int, backend: str, *, routes: bool) -> _Calls:
     keep = _own_code(_selective_layer_call, f"layer_structure_{number}_kept")
     plain = _own_code(_layer_call, f"layer_structure_{number}")
     options: dict[str, Any] = {"fullgraph": True, "dynamic": False, "backend": backend}
-    return _Calls(torch.compile(keep, **options), torch.compile(plain, **options))
+    kept: _Call = torch.compile(keep, **options)
+    return _Calls(_side_effects_once(kept) if routes else kept, torch.compile(plain, **options))
+
+
+def _side_effects_once(kept: _Call) -> _Call:
+    """Routers write to a list inside the checkpointed region, which backward must not repeat.
+
+    That has to be said when the layer is traced, at its first call.
+    """
+
+    def call(*args: Any) -> tuple[tuple[torch.Tensor, ...], ...]:
+        with torch._dynamo.config.patch(  # noqa: SLF001 - the module has no public name
+            skip_fwd_side_effects_in_bwd_under_checkpoint=True
+        ):
+            return kept(*args)
+
+    return call

@@ -18,8 +18,14 @@ import torch
 
 from headrace.engine import Engine, EngineConfig
 from headrace.errors import HeadraceError
-from headrace.selftest.reference import documents, logits_of, reference_gradients
-from headrace.selftest.twin import CUTS, make_batch, make_batches
+from headrace.models.spec import ModelSpec
+from headrace.selftest.reference import (
+    documents,
+    logits_of,
+    reference_gradients,
+    reference_model,
+)
+from headrace.selftest.twin import CUTS, filled_state, make_batch, make_batches
 from headrace.store.checkpoint import export_pretrained
 from headrace.store.loading import load_pretrained
 from headrace.store.state import ModelState
@@ -30,10 +36,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from headrace.batch import MicroBatch
-    from headrace.models.spec import ModelSpec
 
 MAX_GRADIENT_ERROR = 1e-5
 MAX_PACKING_LEAK = 1e-6
+AUXILIARY_COEFFICIENT = 0.5
 CONDITIONING = 4.0  # times what one unit in the last place of the weights does
 SMALLEST_SHARE = 1e-3  # of the whole gradient's root mean square
 
@@ -99,6 +105,31 @@ def _rounding_limits(
             parameter.mul_(1 + sign * 2.0**-23)
     _, found = reference_gradients(moved, batches)
     return {name: CONDITIONING * error for name, error in relative_errors(found, wanted).items()}
+
+
+def check_auxiliary_loss(tiny: Any, before: GradientCheck) -> GradientCheck:
+    """Gradients with the routers' balancing loss, large enough to lead, against the class's own.
+
+    Args:
+        tiny: the tiny configuration.
+        before: the worst gradient so far.
+
+    Raises:
+        CheckFailedError: a gradient differs.
+    """
+    config = copy.deepcopy(tiny)
+    config.output_router_logits = True
+    config.router_aux_loss_coef = AUXILIARY_COEFFICIENT
+    spec = ModelSpec.from_config(config)
+    state = filled_state(spec)
+    try:
+        return max(
+            before,
+            check_gradients(spec, state, reference_model(spec, state)),
+            key=lambda check: check.error,
+        )
+    finally:
+        state.close()
 
 
 def streamed_gradients(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,14 +60,19 @@ def documents(batch: MicroBatch) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         yield ids[:, start:stop], targets[:, start:stop]
 
 
-def logits_of(model: nn.Module, ids_1T: torch.Tensor) -> torch.Tensor:
-    """Logits of one document, ``(1, T, V)``."""
+def output_of(model: nn.Module, ids_1T: torch.Tensor, **options: Any) -> Any:
+    """What transformers' model returns for one document."""
     arguments = {
         "input_ids": ids_1T,
         "position_ids": torch.arange(ids_1T.shape[1])[None],
         "use_cache": False,
     }
-    logits: torch.Tensor = model(**accepted(model.forward, arguments)).logits
+    return model(**accepted(model.forward, arguments), **options)
+
+
+def logits_of(model: nn.Module, ids_1T: torch.Tensor) -> torch.Tensor:
+    """Logits of one document, ``(1, T, V)``."""
+    logits: torch.Tensor = output_of(model, ids_1T).logits
     return logits
 
 
@@ -75,25 +81,39 @@ def reference_gradients(
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """Mean loss over the global batch and its gradient by parameter name.
 
-    A parameter without a gradient (an idle expert) has a zero one.
+    A parameter without a gradient (an idle expert) has a zero one. Where the configuration asks
+    for router logits, the class's own balancing loss is part of the gradient, not of the loss: of
+    every micro-batch by itself, over all its layers, weighted by its supervised tokens.
     """
+    balances = bool(getattr(model.config, "output_router_logits", False))
     num_supervised = sum(batch.num_supervised_tokens for batch in batches)
     model.zero_grad()
     total = 0.0
     for batch in batches:
+        loss_sum: torch.Tensor = torch.zeros(())
+        routers: list[tuple[torch.Tensor, ...]] = []
         for ids_1T, targets_1T in documents(batch):
-            if not bool((targets_1T != IGNORE_INDEX).any()):
-                continue
-            loss = F.cross_entropy(
-                logits_of(model, ids_1T)[0],
-                targets_1T[0],
-                reduction="sum",
-                ignore_index=IGNORE_INDEX,
+            output = output_of(model, ids_1T)
+            loss_sum = loss_sum + F.cross_entropy(
+                output.logits[0], targets_1T[0], reduction="sum", ignore_index=IGNORE_INDEX
             )
-            loss = loss / num_supervised
-            loss.backward()  # type: ignore[no-untyped-call]  # untyped in torch
-            total += loss.item()
+            if balances:
+                routers.append(output.router_logits)
+        loss = loss_sum / num_supervised
+        total += loss.item()
+        if balances:
+            weight = batch.num_supervised_tokens / num_supervised
+            loss = loss + weight * _balancing_loss(model, routers)
+        loss.backward()  # type: ignore[no-untyped-call]  # untyped in torch
     return total, {
         name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
         for name, p in model.named_parameters()
     }
+
+
+def _balancing_loss(model: Any, routers: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
+    """The class's own auxiliary loss over the documents of one micro-batch, with coefficient."""
+    by_layer = tuple(torch.cat(parts) for parts in zip(*routers, strict=True))
+    function: Any = vars(sys.modules[type(model).__module__])["load_balancing_loss_func"]
+    value: torch.Tensor = function(by_layer, model.num_experts, model.num_experts_per_tok)
+    return float(model.router_aux_loss_coef) * value

@@ -131,6 +131,9 @@ def _run_checks(verdict: Verdict, tiny: Any) -> Verdict:
         found = checks.check_gradients(spec, state, model)
         verdict = replace(verdict, gradient_error=found.error, worst_parameter=found.parameter)
         verdict = replace(verdict, packing_leak=checks.packing_leak(spec, state))
+        if spec.auxiliary_loss is not None:
+            found = checks.check_auxiliary_loss(tiny, found)
+            verdict = replace(verdict, gradient_error=found.error, worst_parameter=found.parameter)
         return replace(verdict, reload_error=checks.reload_error(spec, state, model))
     finally:
         state.close()
