@@ -10,7 +10,8 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaMode
 from headrace.errors import ConfigError, ModelRefusedError
 from headrace.models import attention
 from headrace.models import spec as spec_module
-from headrace.models.spec import ModelSpec, load_config
+from headrace.models.building import load_config
+from headrace.models.spec import ModelSpec
 from tiny import make_batches, make_engine, tiny_config, tiny_state
 
 FAMILIES = ["qwen3", "llama", "llama-bias", "mistral", "qwen2"]

@@ -138,7 +138,8 @@ def streaming_embedder(
         CapacityError: the host's memory will not do.
     """
     from headrace.engine import Engine
-    from headrace.models.spec import ModelSpec, load_config
+    from headrace.models.building import load_config
+    from headrace.models.spec import ModelSpec
     from headrace.store.loading import initialise, load_pretrained
     from headrace.store.state import ModelState
 

@@ -67,7 +67,7 @@ def doctor(
 
 
 def _doctor_model(name: str, *, fresh: bool, json: bool) -> None:
-    from headrace.models.spec import load_config
+    from headrace.models.building import load_config
     from headrace.selftest import run_selftest
 
     verdict = run_selftest(load_config(name), use_cache=not fresh)

@@ -7,17 +7,15 @@ unit, a tied head to the embedding's. This module reads structure; it computes n
 
 from __future__ import annotations
 
-import copy
 import json
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from headrace.errors import ConfigError, HeadraceError, ModelRefusedError
-from headrace.models import attention, experts
+from headrace.models import attention
 from headrace.models.anatomy import (
     Anatomy,
     beside,
@@ -27,6 +25,7 @@ from headrace.models.anatomy import (
     find_layers,
     float32_names,
 )
+from headrace.models.building import build_model, first_line, load_config, text_config
 from headrace.models.head import HeadProbe, LogitRule, find_rules
 from headrace.models.routing import find_auxiliary_loss
 from headrace.models.shrink import MAX_LAYERS, shrink
@@ -273,89 +272,6 @@ class ModelSpec:
                 yield param.name
 
 
-def load_config(name_or_path: str, *, trust_remote_code: bool = False) -> Any:
-    """The configuration of a model folder, a ``config.json``, or a name in the local hub cache.
-
-    Nothing is downloaded unless the user's environment allows it (``HF_HUB_OFFLINE``).
-
-    Raises:
-        ConfigError: there is no such configuration.
-    """
-    from transformers import AutoConfig  # noqa: PLC0415 - slow; only when needed
-
-    path = Path(name_or_path)
-    if path.suffix == ".json" and path.is_file():
-        path = path.parent
-    source = str(path) if path.exists() else name_or_path
-    try:
-        return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        raise ConfigError(
-            f"no model configuration at {name_or_path!r}: {first}",
-            remedy="give a folder with config.json, or download the model first",
-        ) from error
-
-
-def text_config(config: Any) -> Any:
-    """A copy of the part of a configuration that the causal LM is built from.
-
-    Raises:
-        ModelRefusedError: it is not that of a decoder-only model.
-    """
-    if getattr(config, "is_encoder_decoder", False):
-        raise ModelRefusedError(
-            f"{config.model_type} is an encoder-decoder; headrace trains decoder-only models"
-        )
-    text = config.get_text_config(decoder=True)
-    # A copy of its own: building another model from it would change the attention of this one.
-    return copy.deepcopy(text)
-
-
-def build_model(
-    config: Any,
-    *,
-    device: str,
-    attention_name: str = attention.IMPLEMENTATION,
-    dtype: torch.dtype = torch.float32,
-) -> nn.Module:
-    """The causal LM of a configuration with headrace's attention and experts.
-
-    Raises:
-        ModelRefusedError: transformers has no causal LM for it, or cannot build this one.
-    """
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415 - slow; only when needed
-
-    attention.register()
-    experts.register()
-    try:
-        with torch.device(device):
-            model: nn.Module = AutoModelForCausalLM.from_config(
-                copy.deepcopy(config),
-                dtype=dtype,
-                attn_implementation=attention_name,
-                experts_implementation=experts.IMPLEMENTATION,
-                trust_remote_code=False,
-            )
-    except KeyError as error:
-        if error.args == (attention_name,):
-            raise ModelRefusedError(
-                f"{type(config).__name__.removesuffix('Config')} does not take its attention from "
-                "transformers' attention interface, so headrace cannot give it one"
-            ) from error
-        raise ModelRefusedError(_cannot_build(config, error)) from error
-    except (ValueError, TypeError, AttributeError, RuntimeError, ImportError) as error:
-        raise ModelRefusedError(_cannot_build(config, error)) from error
-    return model.train()
-
-
-def _cannot_build(config: Any, error: BaseException) -> str:
-    return (
-        f"transformers cannot build a causal LM from a {getattr(config, 'model_type', '?')!r} "
-        f"configuration: {_first_line(error)}"
-    )
-
-
 def _find_parts(model: nn.Module, config: Any) -> tuple[Parts, Anatomy]:
     """Find embedding, layers, final norm and head of a causal LM, and check their contract.
 
@@ -414,7 +330,7 @@ def _anatomy(config: Any, num_layers: int) -> Anatomy:
             ) from error
         raise ModelRefusedError(
             f"a tiny model of type {getattr(config, 'model_type', '?')!r} could not be run to "
-            f"examine it: {type(error).__name__}: {_first_line(error)}"
+            f"examine it: {type(error).__name__}: {first_line(error)}"
         ) from error
     return _anatomies[key]
 
@@ -441,8 +357,3 @@ def _refuse_switches(config: Any) -> None:
             "the weights are quantized, and full-parameter training needs plain ones",
             remedy="give the unquantized model",
         )
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else repr(error)

@@ -18,12 +18,13 @@ import torch
 
 from headrace.data.sources import resolve_files
 from headrace.errors import CapacityError, ConfigError
-from headrace.models.spec import ModelSpec, load_config
+from headrace.models.building import load_config
 from headrace.store.checkpoint import list_checkpoints
 from headrace.trainer.model_config import check_sizes, refuse_unknown_keys, usable
 from headrace.units import format_bytes
 
 if TYPE_CHECKING:
+    from headrace.models.spec import ModelSpec
     from headrace.trainer.config import TrainConfig
 
 
