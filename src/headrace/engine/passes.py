@@ -16,6 +16,7 @@ from headrace.models.anatomy import first_tensor
 from headrace.models.loss import chunk_loss_with, linear_cross_entropy
 
 if TYPE_CHECKING:
+    from headrace.batch import MicroBatch
     from headrace.engine.routing import StepRouting
     from headrace.engine.slots import GradientSlot
     from headrace.models.capture import CallCapture, LayerArguments
@@ -34,6 +35,20 @@ class DeviceBatch:
     targets_BT: torch.Tensor
     position_ids_BT: torch.Tensor
     cu_seqlens: torch.Tensor | None
+
+    @classmethod
+    def moved(cls, batch: MicroBatch, device: torch.device) -> DeviceBatch:
+        """``batch`` on ``device``; the copies are queued, not waited for."""
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(device, non_blocking=True)
+
+        return cls(
+            input_ids_BT=move(batch.input_ids_BT),
+            targets_BT=move(batch.targets_BT),
+            position_ids_BT=move(batch.position_ids_BT),
+            cu_seqlens=None if batch.cu_seqlens is None else move(batch.cu_seqlens),
+        )
 
 
 @dataclass

@@ -218,7 +218,6 @@ class Engine:
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         """Cross-entropy of ``micro_batches`` without gradients, wave by wave."""
         loss_sum = 0.0
-        num_supervised = 0
         for batches, hidden in self._forward_only(micro_batches):
             for batch, hidden_BTD in zip(batches, hidden, strict=True):
                 loss_sum += float(
@@ -275,7 +274,7 @@ class Engine:
             self._windows.fetch_ends()
             walk = self._windows.walk(layers, len(waves), backward=False)
             for wave in waves:
-                batches = [self._to_device(micro_batches[m]) for m in wave]
+                batches = [DeviceBatch.moved(micro_batches[m], self.device) for m in wave]
                 hidden, arguments = self._embed_all(batches)
                 for use, slot in walk.layers(layers):
                     for m in range(len(batches)):
@@ -303,7 +302,7 @@ class Engine:
             walk = windows.walk(num_layers, len(waves), backward=True)
             for number, wave in enumerate(waves):
                 first, last = number == 0, number == len(waves) - 1
-                batches = [self._to_device(micro_batches[m]) for m in wave]
+                batches = [DeviceBatch.moved(micro_batches[m], self.device) for m in wave]
                 hidden, arguments = self._embed_all(batches)
                 records = self._forward_layers(walk, hidden, arguments, wave, routing)
                 if first:
@@ -399,14 +398,3 @@ class Engine:
             loss_sum += loss
             gradients.append(gradient_BTD)
         return gradients
-
-    def _to_device(self, batch: MicroBatch) -> DeviceBatch:
-        def move(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.to(self.device, non_blocking=True)
-
-        return DeviceBatch(
-            input_ids_BT=move(batch.input_ids_BT),
-            targets_BT=move(batch.targets_BT),
-            position_ids_BT=move(batch.position_ids_BT),
-            cu_seqlens=None if batch.cu_seqlens is None else move(batch.cu_seqlens),
-        )
