@@ -16,7 +16,6 @@ from headrace.data.sampler import LoaderState
 from headrace.data.tokens import default_cache_dir, tokenise
 from headrace.models.spec import ModelSpec
 from headrace.selftest.run import require_proof
-from headrace.selftest.run import require_proof
 from headrace.store.checkpoint import load_checkpoint
 from headrace.store.loading import initialise, load_pretrained
 from headrace.store.state import ModelState
@@ -101,7 +100,6 @@ def prepare(config: TrainConfig, stack: ExitStack, say: Say) -> Prepared:
     tokenizer = preflight.load_tokenizer(config)
     spec = ModelSpec.from_config(preflight.load_model_config(config, tokenizer))
     _prove(spec, say)
-    _prove(spec, say)
     preflight.check_lengths(config, spec, tokenizer)
     preflight.check_param_groups(config, spec)
     stack.enter_context(RunLock(config.output_dir))
@@ -151,17 +149,6 @@ def prepare(config: TrainConfig, stack: ExitStack, say: Say) -> Prepared:
         progress=progress,
         checkpoint=checkpoint,
     )
-
-
-def _prove(spec: ModelSpec, say: Say) -> None:
-    """Test a class that the test suite does not prove, before anything long begins."""
-    verdict = require_proof(spec)
-    if verdict is not None:
-        when = "tested before" if verdict.cached else f"tested in {verdict.seconds:.1f} s"
-        say(
-            f"model: {verdict.architecture} trains exactly: gradients within "
-            f"{verdict.gradient_error:.1e} of plain autograd ({when})"
-        )
 
 
 def _prove(spec: ModelSpec, say: Say) -> None:
