@@ -129,6 +129,14 @@ def collect(audit: Node) -> dict[str, Quantity]:
         for key, label, node in _of_reduction(reduction):
             path = f"reductions[{index}].{key}"
             found[path] = read(node, key=path, group="reduction", model=pair, label=label)
+    for index, control in enumerate(audit.children("controls")):
+        for channel, node in control.items("contrasts"):
+            path = f"controls[{index}].contrasts.{channel}"
+            words = CHANNEL_NAMES.get(channel, channel)
+            label = f"planted leak, before minus after {control.text('cutoff')}, {words}"
+            found[path] = read(
+                node, key=path, group="controls", model="positive control", label=label
+            )
     for name, node in audit.items("slope"):
         path = f"slope.{name}"
         label = f"gain per year of cutoff, {CHANNEL_NAMES.get(name, name)}"

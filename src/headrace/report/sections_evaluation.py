@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from headrace.report.figures import curves, forest, theme
 from headrace.report.page import Block, Note, Paragraph, Section, Table, picture
 from headrace.report.sections_audit import day
-from headrace.report.text import MISSING, count, number, p_cell
+from headrace.report.text import MISSING, count, number, p_cell, percent
 
 if TYPE_CHECKING:
     from headrace.report.records import Node
@@ -185,6 +185,16 @@ def controls(audit: Node, quantities: Quantities) -> Section | None:
         ]
     slope = [item for key, item in quantities.items() if key.startswith("slope.")]
     blocks: list[Block] = []
+    for control in audit.children("controls"):
+        planted = percent(control.number("planted_share") or 0.0)
+        verb = "was found" if control.raw("detected") is True else "was not found"
+        blocks.append(
+            Paragraph(
+                text=f"Positive control: a leak worth {planted} of the variance was planted before "
+                f"{control.text('cutoff')}, and it {verb}."
+                + ("" if verb == "was found" else " The absence of a claim then says little.")
+            )
+        )
     if lines:
         blocks.append(
             picture(
