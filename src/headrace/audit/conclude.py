@@ -155,6 +155,7 @@ def judge_all(
     subtracted, words = choose_reference(models, twins, config, reference)
     gains: dict[str, dict[Channel, Array]] = {}
     contrasts: dict[tuple[str, Channel], Contrast] = {}
+    own_p: dict[tuple[str, Channel], float] = {}
     failed: dict[str, dict[Channel, str]] = {}
     for model in models:
         assert model.measured is not None
@@ -171,6 +172,10 @@ def judge_all(
                 contrasts[model.name, channel] = channel_contrast(
                     gain, layout, channel, cutoff_session
                 )
+                alone = channel_contrast(
+                    model.measured.skill[channel].deviation, layout, channel, cutoff_session
+                )
+                own_p[model.name, channel] = alone.p_value
             except DataError as error:
                 failed[model.name][channel] = error.message
     adjusted = dict(zip(contrasts, holm([c.p_value for c in contrasts.values()]), strict=True))
@@ -184,6 +189,7 @@ def judge_all(
             contrasts={
                 ch: (c, adjusted[n, ch]) for (n, ch), c in contrasts.items() if n == model.name
             },
+            own_p={ch: p for (n, ch), p in own_p.items() if n == model.name},
             failed=failed[model.name],
             skill_p={ch: p for (n, ch), p in skill_p.items() if n == model.name},
             reference="the constant" if model.name == reference else words,
@@ -213,6 +219,7 @@ def _record(
     layout: Layout,
     gains: dict[Channel, Array],
     contrasts: dict[Channel, tuple[Contrast, float]],
+    own_p: dict[Channel, float],
     failed: dict[Channel, str],
     skill_p: dict[Channel, float],
     reference: str,
@@ -251,6 +258,7 @@ def _record(
                 for channel in layout.channels
             },
             contrast_p={channel: p for channel, (_, p) in contrasts.items()},
+            contrast_own_p=own_p,
             contrast_share={ch: c.contrast.value for ch, (c, _) in contrasts.items()},
             contrast_detectable={
                 ch: c.detectable(config.level) for ch, (c, _) in contrasts.items()

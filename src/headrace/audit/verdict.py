@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 # (benchmarks/audit_calibration.py).
 LEAST_SHARE = 0.002
 
+# The model's own predictions must fall at the cutoff too, if not significantly: untrained twins
+# predict worse than nothing at times, and a model that predicts nothing then gains on them.
+OWN_LEVEL = 0.2
+
 CHANNEL_WORDS: dict[str, str] = {
     "common": "what all entities do together on a date",
     "entity": "how entities differ on a date",
@@ -42,6 +46,7 @@ class Evidence:
         skill_share: share of var(y) a channel's skill explains; ``skill_detectable``: the
             least that would have been seen with 80% probability.
         contrast_p: Holm-adjusted p-value by channel; empty where there was no contrast.
+        contrast_own_p: p-value of the contrast of the model's predictions alone, by channel.
         contrast_share, contrast_detectable: share of var(y).
         contrast_failed: why a channel has no contrast.
         recall: (significant before, significant after); ``None`` without a probe on either side.
@@ -61,6 +66,7 @@ class Evidence:
     skill_share: dict[Channel, float] = field(default_factory=dict)
     skill_detectable: dict[Channel, float] = field(default_factory=dict)
     contrast_p: dict[Channel, float] = field(default_factory=dict)
+    contrast_own_p: dict[Channel, float] = field(default_factory=dict)
     contrast_share: dict[Channel, float] = field(default_factory=dict)
     contrast_detectable: dict[Channel, float] = field(default_factory=dict)
     contrast_failed: dict[Channel, str] = field(default_factory=dict)
@@ -106,12 +112,12 @@ def judge(evidence: Evidence) -> Judgement:
     significant: tuple[Channel, ...] = tuple(
         channel for channel, p in evidence.contrast_p.items() if p <= evidence.level
     )
-    guilty = tuple(c for c in significant if evidence.contrast_share[c] >= LEAST_SHARE)
+    guilty = tuple(channel for channel in significant if not _excuse(evidence, channel))
     cautions += [
-        f"In the {channel} channel the model did better before its cutoff than after it, by "
-        f"{evidence.contrast_share[channel]:.2g} of the target's variance "
-        f"(p = {evidence.contrast_p[channel]:.2g}): less than the {LEAST_SHARE:g} that is called "
-        "knowledge of the future."
+        f"In the {channel} channel the model did better against its reference before its cutoff "
+        f"than after it, by {evidence.contrast_share[channel]:.2g} of the target's variance "
+        f"(p = {evidence.contrast_p[channel]:.2g}), which is not called knowledge of the future: "
+        f"{_excuse(evidence, channel)}."
         for channel in significant
         if channel not in guilty
     ]
@@ -146,6 +152,16 @@ def judge(evidence: Evidence) -> Judgement:
         ),
         cautions=tuple(cautions),
     )
+
+
+def _excuse(evidence: Evidence, channel: Channel) -> str:
+    """Why a significant contrast is no claim, or ""."""
+    if evidence.contrast_share[channel] < LEAST_SHARE:
+        return f"it is less than {LEAST_SHARE:g}"
+    own = evidence.contrast_own_p.get(channel, 0.0)
+    if own >= OWN_LEVEL:
+        return f"the model's own predictions do not fall at the cutoff (p = {own:.2g})"
+    return ""
 
 
 def _unidentified(evidence: Evidence) -> str:

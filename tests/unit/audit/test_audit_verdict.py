@@ -82,5 +82,14 @@ def test_a_significant_trifle_is_no_claim():
     trifle = replace(KNOWS, contrast_share={"common": 0.0011, "entity": 0.0})
     judgement = judge(trifle)
     assert judgement.verdict == "skill"
-    assert any("less than the 0.002" in caution for caution in judgement.cautions)
+    assert any("less than 0.002" in caution for caution in judgement.cautions)
     assert judge(replace(trifle, skill_p={"common": 0.9})).verdict == "no_detectable_skill"
+
+
+def test_a_gain_on_twins_that_predict_worse_than_nothing_is_no_claim():
+    """The model's own predictions must fall at the cutoff too."""
+    judgement = judge(replace(KNOWS, contrast_own_p={"common": 0.4, "entity": 0.9}))
+    assert judgement.verdict == "skill"
+    assert any("do not fall at the cutoff" in caution for caution in judgement.cautions)
+    fallen = replace(KNOWS, contrast_own_p={"common": 0.1, "entity": 0.9})
+    assert judge(fallen).verdict == "knows_the_future"
