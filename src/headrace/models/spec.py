@@ -7,6 +7,7 @@ unit, a tied head to the embedding's. This module reads structure; it computes n
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,8 @@ from headrace.models.head import HeadProbe, LogitRule, find_rules
 from headrace.models.routing import find_auxiliary_loss
 from headrace.models.shrink import MAX_LAYERS, shrink
 from headrace.models.structure import covering_prefix
+from headrace.store.carried import CarriedTensors
+from headrace.store.conversion import WeightNames
 from headrace.store.layout import UnitLayout, plan_unit
 
 if TYPE_CHECKING:
@@ -102,6 +105,9 @@ class ModelSpec:
         before_head: what happens to the final hidden state before the head's matrix, or None.
         logit_rule: what happens to logits after it.
         auxiliary_loss: how its routers are balanced, or None.
+        source_config: the whole configuration as it was given.
+        weight_names: how its tensors are named and joined in the checkpoint that was loaded.
+        carried: what that checkpoint holds besides.
     """
 
     def __init__(self, config: Any, *, trainable: Callable[[str], bool] | None = None) -> None:
@@ -114,6 +120,7 @@ class ModelSpec:
         Raises:
             ModelRefusedError: the streamed step would not be exact for this class or a switch.
         """
+        self.source_config = copy.deepcopy(config)
         self.config = text_config(config)
         _refuse_switches(self.config)
         self.model: nn.Module = build_model(self.config, device="meta")
@@ -122,6 +129,8 @@ class ModelSpec:
         self.tied = self.parts.head.weight is embedding.weight
         self._embedding = embedding
         self.before_head, self.logit_rule = self._find_head_rules()
+        self.weight_names = WeightNames(self.model)
+        self.carried = CarriedTensors()
         self.auxiliary_loss = find_auxiliary_loss(self.model, self.config)
         self.units = self._plan_units(trainable or (lambda _: True))
 

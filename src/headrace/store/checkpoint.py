@@ -21,21 +21,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headrace.errors import CheckpointError, ConfigError
+from headrace.store.carried import CarriedTensors
 from headrace.store.safetensors_io import (
     SafetensorsReader,
     read_index,
     read_weight_map,
     sync_directory,
     tensor_names,
-    write_file,
+)
+from headrace.store.shards import (
+    optimizer_groups,
+    optimizer_tensors,
+    weight_groups,
+    write_json,
+    write_shards,
 )
 from headrace.units import GIB
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from headrace.models.spec import ModelSpec
-    from headrace.store.state import ModelState, UnitState
+    from headrace.store.state import ModelState
 
 FORMAT_VERSION = 1
 RECORD = "headrace.json"
@@ -79,18 +86,19 @@ def save_checkpoint(
         output_dir.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(output_dir)
         temporary.mkdir()
-        _write_shards(temporary, "model", state, _weight_tensors)
-        _write_shards(temporary, "optimizer", state, _optimizer_tensors)
+        _write_weights(temporary, spec, state)
+        write_shards(temporary, "optimizer", optimizer_groups(state), shard_bytes=SHARD_BYTES)
         _write_config(temporary, spec, state, tokenizer)
         record = {
             "format_version": FORMAT_VERSION,
             "step": step,
             "optimizer_step": state.optimizer_step,
             "dtype": state.dtype,
+            "carried": list(spec.carried.names),
             "files": _sizes(temporary),
             "trainer_state": trainer_state,
         }
-        _write_json(temporary / RECORD, record)
+        write_json(temporary / RECORD, record)
         _flush(temporary)
         if final.exists():
             retired = output_dir / f".checkpoint-{step}.retired"
@@ -127,18 +135,31 @@ def load_checkpoint(path: str | Path, spec: ModelSpec, state: ModelState) -> dic
         )
     weights = read_index(path)
     optimizer = _read_optimizer_index(path)
-    _check_names(path, weights, state, _weight_tensors)
-    _check_names(path, optimizer, state, _optimizer_tensors)
+    carried = set(record.get("carried", ()))
+    pieces, _ = spec.weight_names.plan(weights.keys() - carried)
+    written = [group.described for group in weight_groups(spec.weight_names, state)]
+    _check_names(path, weights.keys() - carried, written)
+    _check_names(path, optimizer, [optimizer_tensors(unit) for unit in state.units])
+    places = {p.name: (unit, p) for unit in state.units for p in unit.layout.params}
     with SafetensorsReader() as reader:
-        for unit in state.units:
-            for name, target in _weight_tensors(unit).items():
-                value = reader.get(weights[name], name)
-                _copy(value, target, name, path)
+        for piece in pieces:
+
+            def get(key: str) -> torch.Tensor:
+                value = reader.get(weights[key], key)
                 if not bool(torch.isfinite(value).all()):
-                    raise _damaged(f"{name} in {path} has NaN or infinite values")
-            for name, target in _optimizer_tensors(unit).items():
-                _copy(reader.get(optimizer[name], name), target, name, path)
-    del spec
+                    raise _damaged(f"{key} in {path} has NaN or infinite values")
+                return value
+
+            for name, value in piece.read(get, spec.model, spec.config).items():
+                unit, param = places[name]
+                _check(value, unit.stored(param, described=True), name, path)
+                unit.set_master(param, value)
+        for unit in state.units:
+            for name, target in optimizer_tensors(unit).items():
+                value = reader.get(optimizer[name], name)
+                _check(value, target, name, path)
+                target.copy_(value)
+    spec.carried = CarriedTensors(carried, weights)
     state.optimizer_step = record["optimizer_step"]
     return dict(record["trainer_state"])
 
@@ -233,7 +254,7 @@ def export_pretrained(
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
-        _write_shards(temporary, "model", state, _weight_tensors)
+        _write_weights(temporary, spec, state)
         _write_config(temporary, spec, state, tokenizer)
         _flush(temporary)
         if out_dir.exists():
@@ -252,56 +273,18 @@ def export_pretrained(
 # -- writing -------------------------------------------------------------------------------
 
 
-def _weight_tensors(unit: UnitState) -> dict[str, torch.Tensor]:
-    return {p.name: unit.weights[p.slice].view(p.shape) for p in unit.layout.params}
-
-
-def _optimizer_tensors(unit: UnitState) -> dict[str, torch.Tensor]:
-    planes = {"exp_avg": unit.exp_avg, "exp_avg_sq": unit.exp_avg_sq}
-    if unit.remainder is not None:
-        planes["remainder"] = unit.remainder
-    return {
-        f"{p.name}.{kind}": plane[p.slice].view(p.shape)
-        for p in unit.layout.params
-        if p.trainable
-        for kind, plane in planes.items()
-    }
-
-
-def _shards(state: ModelState, tensors_of: Any) -> Iterator[dict[str, torch.Tensor]]:
-    """Whole units, joined until a shard is full; the tensors are views of the state."""
-    shard: dict[str, torch.Tensor] = {}
-    size = 0
-    for unit in state.units:
-        tensors = tensors_of(unit)
-        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        if shard and size + num_bytes > SHARD_BYTES:
-            yield shard
-            shard, size = {}, 0
-        shard |= tensors
-        size += num_bytes
-    yield shard
-
-
-def _write_shards(folder: Path, stem: str, state: ModelState, tensors_of: Any) -> None:
-    shards = list(_shards(state, tensors_of))
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        name = f"{stem}.safetensors"
-        if len(shards) > 1:
-            name = f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors"
-        write_file(folder / name, shard, {"format": "pt"})
-        weight_map |= dict.fromkeys(shard, name)
-    if len(shards) > 1:
-        total = sum(tensor.nbytes for shard in shards for tensor in shard.values())
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        _write_json(folder / f"{stem}.safetensors.index.json", index)
+def _write_weights(folder: Path, spec: ModelSpec, state: ModelState) -> None:
+    groups = [*weight_groups(spec.weight_names, state), *spec.carried.groups()]
+    write_shards(folder, "model", groups, shard_bytes=SHARD_BYTES)
 
 
 def _write_config(folder: Path, spec: ModelSpec, state: ModelState, tokenizer: Any) -> None:
-    config = copy.deepcopy(spec.config)
+    # Weights under the names of a model of several modalities go with its configuration.
+    whole = spec.weight_names.is_composite
+    config = copy.deepcopy(spec.source_config if whole else spec.config)
     config.dtype = getattr(torch, state.dtype)
-    config.architectures = [type(spec.model).__name__]
+    if not whole:
+        config.architectures = [type(spec.model).__name__]
     config.save_pretrained(folder)
     if tokenizer is None:
         return
@@ -311,11 +294,6 @@ def _write_config(folder: Path, spec: ModelSpec, state: ModelState, tokenizer: A
         if type(error) is not Exception:
             raise
         raise OSError(str(error)) from error  # what tokenizers raises when the disk is full
-
-
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    text = json.dumps(value, indent=1, sort_keys=True, allow_nan=False)
-    path.write_text(text + "\n")
 
 
 def _sizes(folder: Path) -> dict[str, int]:
@@ -364,10 +342,12 @@ def _read_optimizer_index(path: Path) -> dict[str, Path]:
     return dict.fromkeys(tensor_names(single), single)
 
 
-def _check_names(path: Path, found: dict[str, Path], state: ModelState, tensors_of: Any) -> None:
+def _check_names(
+    path: Path, found: Collection[str], written: Iterable[Mapping[str, torch.Tensor]]
+) -> None:
     """Refuse another model before anything of the state is overwritten."""
-    expected = {name for unit in state.units for name in tensors_of(unit)}
-    lacking, unknown = sorted(expected - found.keys()), sorted(found.keys() - expected)
+    expected = {name for tensors in written for name in tensors}
+    lacking, unknown = sorted(expected - set(found)), sorted(set(found) - expected)
     if lacking or unknown:
         raise CheckpointError(
             f"{path} belongs to another model: of this one it lacks {len(lacking)} tensors "
@@ -377,14 +357,13 @@ def _check_names(path: Path, found: dict[str, Path], state: ModelState, tensors_
         )
 
 
-def _copy(value: torch.Tensor, target: torch.Tensor, name: str, path: Path) -> None:
+def _check(value: torch.Tensor, target: torch.Tensor, name: str, path: Path) -> None:
     if value.shape != target.shape or value.dtype != target.dtype:
         raise CheckpointError(
             f"{name} in {path} is {value.dtype} {tuple(value.shape)}, the model's is "
             f"{target.dtype} {tuple(target.shape)}",
             remedy="resume with the model it was saved with, or choose another output_dir",
         )
-    target.copy_(value)
 
 
 __all__ = [

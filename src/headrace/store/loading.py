@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from headrace.errors import ConfigError, DataError
+from headrace.store.carried import CarriedTensors
 from headrace.store.safetensors_io import SafetensorsReader, read_index
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from headrace.models.spec import ModelSpec
     from headrace.store.layout import ParamSpec
-    from headrace.store.state import ModelState
+    from headrace.store.state import ModelState, UnitState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,8 @@ class LoadReport:
     """What a load did not use.
 
     Attributes:
-        ignored: tensors of the checkpoint that the causal LM has no parameter for.
+        ignored: tensors of the checkpoint that the causal LM has no place for; they are carried
+            to every checkpoint and export (none from GGUF).
     """
 
     ignored: tuple[str, ...]
@@ -58,21 +60,58 @@ def load_pretrained(
     if gguf_file is not None:
         return _load_gguf(spec, state, path, gguf_file)
     files = read_index(path)
-    used: set[str] = set()
+    pieces, unused = spec.weight_names.plan(files)
+    places = {p.name: (unit, p) for unit in state.units for p in unit.layout.params}
+    order = {name: index for index, name in enumerate(places)}
+    pieces.sort(key=lambda piece: order.get(piece.name, len(order)))  # unit by unit
+    missing = dict(places)
+    head, embedding = f"{spec.parts.head_path}.weight", _embedding(spec).name
+    ends = {}
     with SafetensorsReader() as reader:
-        for layout, unit in zip(state.layouts, state.units, strict=True):
-            for param in layout.params:
-                key = _find_key(param, files, spec)
-                used.add(key)
-                unit.set_master(param, reader.get(files[key], key))
-        head = f"{spec.parts.head_path}.weight"
-        if spec.tied and head in files and head not in used:
-            key = _find_key(_embedding(spec), files, spec)
-            _check_tied(
-                files[head].name, reader.get(files[key], key), reader.get(files[head], head)
+
+        def get(key: str) -> torch.Tensor:
+            return reader.get(files[key], key)
+
+        for piece in pieces:
+            for name, value in piece.read(get, spec.model, spec.config).items():
+                if spec.tied and name in (head, embedding):
+                    ends[name] = value
+                    continue
+                if name in places:
+                    missing.pop(name, None)
+                    unit, param = places[name]
+                    unit.set_master(param, value)
+        if ends:
+            if len(ends) == 2:
+                _check_tied(path.name, ends[embedding], ends[head])
+            missing.pop(embedding, None)
+            unit, param = places[embedding]
+            unit.set_master(param, ends[embedding] if embedding in ends else ends[head])
+    _fill_missing(spec, state, missing)
+    spec.carried = CarriedTensors(unused, files)
+    return LoadReport(ignored=tuple(sorted(unused)))
+
+
+def _fill_missing(
+    spec: ModelSpec, state: ModelState, missing: dict[str, tuple[UnitState, ParamSpec]]
+) -> None:
+    """Buffers that a checkpoint leaves out get their fresh values; parameters must be there.
+
+    Raises:
+        DataError: naming the first parameter that is not.
+    """
+    for name, (_, param) in missing.items():
+        if not param.buffer:
+            raise DataError(
+                f"the checkpoint has no tensor {name!r} of shape {param.shape}",
+                remedy="check that config.json and the weights belong to the same model",
             )
-            used.add(head)
-    return LoadReport(ignored=tuple(sorted(set(files) - used)))
+    for number, unit in enumerate(state.units):
+        here = [param for owner, param in missing.values() if owner is unit]
+        if here:
+            values = _fresh_values(spec, number, seed=0)
+            for param in here:
+                unit.set_master(param, values[param.local_name])
 
 
 def _check_tied(file: str, embedding: torch.Tensor, head: torch.Tensor) -> None:
@@ -86,22 +125,6 @@ def _check_tied(file: str, embedding: torch.Tensor, head: torch.Tensor) -> None:
 def _embedding(spec: ModelSpec) -> ParamSpec:
     """The token embedding's matrix, which a tied head shares."""
     return next(p for p in spec.units[0].params if p.local_name == spec.embedding_name)
-
-
-def _find_key(param: ParamSpec, files: dict[str, Path], spec: ModelSpec) -> str:
-    candidates = [param.name]
-    prefix = f"{spec.parts.base_path}."
-    if param.name.startswith(prefix):  # a checkpoint of the base model alone
-        candidates.append(param.name.removeprefix(prefix))
-    if spec.tied and param.name == _embedding(spec).name:
-        candidates.append(f"{spec.parts.head_path}.weight")
-    for candidate in candidates:
-        if candidate in files:
-            return candidate
-    raise DataError(
-        f"the checkpoint has no tensor {param.name!r} of shape {param.shape}",
-        remedy="check that config.json and the weights belong to the same model",
-    )
 
 
 def _load_gguf(spec: ModelSpec, state: ModelState, folder: Path, gguf_file: str) -> LoadReport:
@@ -130,16 +153,23 @@ def initialise(spec: ModelSpec, state: ModelState, *, seed: int) -> None:
     Every unit draws from its own stream of ``seed``, so a unit's values do not depend on the
     others; memory peaks at one unit.
     """
-    rule: Callable[[nn.Module], None] = spec.model._init_weights  # type: ignore[assignment]  # noqa: SLF001 - the class's own rule has no public name
     for number, (layout, unit) in enumerate(zip(state.layouts, state.units, strict=True)):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed * 1_000_003 + number)
-            values = dict(_initialised(spec.unit_modules(number), rule))
+        values = _fresh_values(spec, number, seed=seed)
         for param in layout.params:
-            constant = spec.constant(param.name)
-            if constant is not None:
-                values[param.local_name].fill_(constant)
             unit.set_master(param, values[param.local_name])
+
+
+def _fresh_values(spec: ModelSpec, number: int, *, seed: int) -> dict[str, torch.Tensor]:
+    """A unit's tensors as a fresh model has them, by local name."""
+    rule: Callable[[nn.Module], None] = spec.model._init_weights  # type: ignore[assignment]  # noqa: SLF001 - the class's own rule has no public name
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed * 1_000_003 + number)
+        values = dict(_initialised(spec.unit_modules(number), rule))
+    for param in spec.units[number].params:
+        constant = spec.constant(param.name)
+        if constant is not None:
+            values[param.local_name].fill_(constant)
+    return values
 
 
 def _initialised(

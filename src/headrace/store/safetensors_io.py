@@ -21,21 +21,54 @@ from safetensors import SafetensorError, safe_open
 from headrace.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
-_DTYPES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.int16: "I16"}
+_DTYPES = {
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
 
 
 def write_file(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    """Write contiguous CPU tensors and flush them to the disk.
+    """Write CPU tensors and flush them to the disk; contiguous ones are not copied.
+
+    Raises:
+        CheckpointError: the disk is full or not writable.
+    """
+    write_stream(path, tensors, tensors.values(), metadata)
+
+
+def write_stream(
+    path: Path,
+    described: Mapping[str, torch.Tensor],
+    tensors: Iterable[torch.Tensor],
+    metadata: dict[str, str],
+) -> None:
+    """Write tensors that are made while the file is written.
+
+    Args:
+        path: the file.
+        described: types and shapes by name; the data may be on the meta device.
+        tensors: the data, in the same order.
+        metadata: of the header.
 
     Raises:
         CheckpointError: the disk is full or not writable.
     """
     header: dict[str, object] = {"__metadata__": metadata}
     offset = 0
-    for name, tensor in tensors.items():
+    for name, tensor in described.items():
         header[name] = {
             "dtype": _DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
@@ -48,8 +81,10 @@ def write_file(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[s
         with path.open("wb") as file:
             file.write(len(encoded).to_bytes(8, "little"))
             file.write(encoded)
-            for tensor in tensors.values():
-                file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+            for wanted, tensor in zip(described.values(), tensors, strict=True):
+                assert (tensor.dtype, tensor.shape) == (wanted.dtype, wanted.shape)
+                flat = tensor.cpu().contiguous().reshape(-1)
+                file.write(flat.view(torch.uint8).numpy().data)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
@@ -128,6 +163,24 @@ def _readable(path: Path) -> Iterator[None]:
         ) from error
 
 
+def describe_tensors(path: Path, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Types and shapes of some tensors of a file, on the meta device; no data is read.
+
+    Raises:
+        CheckpointError: the file is not whole, lacks one, or has one of an unknown type.
+    """
+    types = {code: dtype for dtype, code in _DTYPES.items()}
+    found = {}
+    with _readable(path), safe_open(path, framework="pt") as file:
+        for name in names:
+            piece = file.get_slice(name)
+            code = piece.get_dtype()
+            if code not in types:
+                raise CheckpointError(f"{name} in {path} has the unknown type {code}")
+            found[name] = torch.empty(piece.get_shape(), dtype=types[code], device="meta")
+    return found
+
+
 class SafetensorsReader:
     """Keeps safetensors files open while their tensors are read."""
 
@@ -147,8 +200,17 @@ class SafetensorsReader:
         Raises:
             CheckpointError: the file is not whole, or has no such tensor.
         """
+        self.open(path)
+        with _readable(path):
+            tensor: torch.Tensor = self._open[path].get_tensor(name)
+        return tensor
+
+    def open(self, path: Path) -> None:
+        """Open a file before its first tensor is asked for; its data outlives its name.
+
+        Raises:
+            CheckpointError: the file is not whole.
+        """
         with _readable(path):
             if path not in self._open:
                 self._open[path] = self._stack.enter_context(safe_open(path, framework="pt"))
-            tensor: torch.Tensor = self._open[path].get_tensor(name)
-        return tensor

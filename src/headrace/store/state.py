@@ -86,6 +86,21 @@ class UnitState:
         self._kernels.join_float32(weights.view(torch.uint16).numpy(), low.cpu().numpy(), out)
         return torch.from_numpy(out).view(param.shape)
 
+    def stored(self, param: ParamSpec, *, described: bool = False) -> torch.Tensor:
+        """What a checkpoint holds of a parameter: a view of the weights it is computed with.
+
+        What a bfloat16 model computes in float32 is a float32 copy.
+
+        Args:
+            param: of this unit.
+            described: only type and shape, on the meta device.
+        """
+        full = self.remainder is not None and param.low_offset is not None
+        if described:
+            dtype = torch.float32 if full else self.weights.dtype
+            return torch.empty(param.shape, dtype=dtype, device="meta")
+        return self.master(param) if full else self.weights[param.slice].view(param.shape)
+
     def refresh_low_halves(self) -> None:
         """Make what is sent of float32 parameters that of the last update; call before sending."""
         if self.remainder is None:

@@ -290,6 +290,12 @@ def _load_weights(
             say(
                 f"weights: {len(report.ignored)} tensors of {folder} have no place in the model, "
                 f"such as {report.ignored[0]}"
+                + (
+                    f"; they come through to every checkpoint and export unchanged "
+                    f"({format_bytes(spec.carried.num_bytes)})"
+                    if spec.carried.names
+                    else ""
+                )
             )
     else:
         initialise(spec, state, seed=config.seed)
