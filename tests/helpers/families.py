@@ -116,7 +116,12 @@ MOE = {
     "MiniMax-M2": ("minimax_m2", {"rotary_dim": 64}),
     "DeepSeek-V3": ("deepseek_v3", {"rope_parameters": _YARN, "max_position_embeddings": 163840}),
 }
-FAMILIES = DENSE | MOE
+HYBRID = {
+    "Qwen3-Next": ("qwen3_next", {}),
+    "Qwen3.5": ("qwen3_5_text", {}),
+    "Qwen3.5 MoE (35B-A3B)": ("qwen3_5_moe", {}),
+}
+FAMILIES = DENSE | MOE | HYBRID
 
 
 def family_config(family):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headrace.errors import ConfigError, ModelRefusedError
-from headrace.models import attention, experts
+from headrace.models import attention, experts, families
 
 if TYPE_CHECKING:
     from torch import nn
@@ -92,6 +92,7 @@ def build_model(
         raise ModelRefusedError(_cannot_build(config, error)) from error
     except (ValueError, TypeError, AttributeError, RuntimeError, ImportError) as error:
         raise ModelRefusedError(_cannot_build(config, error)) from error
+    families.adapt(model)
     return model.train()
 
 

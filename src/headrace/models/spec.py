@@ -61,7 +61,10 @@ VERIFIED_FAMILIES = (
     "phi3",
     "qwen2",
     "qwen3",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
     "qwen3_moe",
+    "qwen3_next",
     "smollm3",
 )
 

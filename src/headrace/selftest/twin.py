@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from headrace.store.layout import ParamSpec
     from headrace.store.state import UnitState
 
+MATRIX_GAIN = 0.7  # at 1, deep twins amplify float32 rounding to a hundredth of a percent
 ROW_LENGTH = 14
 CUTS = (4, 11)  # documents of 4, 7 and 3 tokens: within, across and after a window of 5
 
@@ -53,11 +54,15 @@ def _value(
     noise: torch.Tensor = torch.randn(param.shape, generator=generator)
     if param.buffer:  # of any meaning: near what the class sets
         return unit.master(param) + 0.1 * noise
+    if param.local_name.endswith("A_log"):
+        # Fresh recurrences forget within a token; slow ones show what reaches whom, and do not
+        # drown in the rounding of large exponents.
+        return 0.2 * noise - 2.0
     if len(param.shape) < 2:
         return unit.master(param) + 0.2 * noise
     if param.local_name == spec.embedding_name:
         return noise if not spec.tied else 0.5 * noise
-    return noise / math.sqrt(param.shape[-1])
+    return MATRIX_GAIN * noise / math.sqrt(param.shape[-1])
 
 
 def make_batch(ids_BT: torch.Tensor, *, cuts: Sequence[int] = (), first: int = 0) -> MicroBatch:

@@ -1,0 +1,15 @@
+"""What single families need beyond the model's own code."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headrace.models.families import gated_delta
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def adapt(model: nn.Module) -> None:
+    """Give the mixers of a model, in place, what packed documents need of them."""
+    gated_delta.adapt(model)

@@ -1,0 +1,226 @@
+"""Gated DeltaNet for packed documents: a causal convolution and a recurrence that begin anew.
+
+transformers' plain torch versions know nothing of documents. Here a convolution's taps stop at a
+document's first token, and a document starts from an empty state. The mixer's own code runs with
+these two functions in place of its own, whatever else it does.
+
+The recurrence (Gated Delta Networks, arXiv:2412.06464), for keys k, values v, decays
+``exp(g)`` and write strengths beta, is ``S_t = exp(g_t) S_{t-1} (I - beta_t k_t k_t^T) +
+beta_t v_t k_t^T``, ``o_t = S_t q_t``. In chunks of C tokens its corrections solve one triangular
+system (arXiv:2406.06484). Tokens of different documents are uncoupled in that system, read the
+carried state only in the document that it comes from, and write only to that of the last token.
+
+Shape legend: B rows, T positions, H heads, K key size, V value size, C tokens of a chunk, G chunks
+of a row, D channels.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional as F  # noqa: N812 - its name everywhere
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_REPLACED = ("torch_chunk_gated_delta_rule", "causal_conv1d_fn")
+_PADDING = -1  # document number of what fills the last chunk
+
+
+def adapt(model: nn.Module) -> None:
+    """Let every gated DeltaNet of ``model`` call the functions of this module."""
+    for module in model.modules():
+        forward = inspect.unwrap(type(module).forward)
+        names = getattr(forward, "__globals__", {})
+        used = getattr(getattr(forward, "__code__", None), "co_names", ())
+        if not all(name in used and name in names for name in _REPLACED):
+            continue
+        own = types.FunctionType(
+            forward.__code__,
+            names | {_REPLACED[0]: chunk_gated_delta_rule, _REPLACED[1]: causal_conv},
+            forward.__name__,
+            forward.__defaults__,
+            forward.__closure__,
+        )
+        own.__kwdefaults__ = forward.__kwdefaults__
+        module.forward = types.MethodType(own, module)
+
+
+def document_numbers(cu_seqlens: torch.Tensor | None, num_rows: int, length: int) -> Any:
+    """``(B, T)``: which document a token belongs to; None when every row is one."""
+    if cu_seqlens is None:
+        return None
+    tokens_N = torch.arange(num_rows * length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    return torch.searchsorted(cu_seqlens, tokens_N, right=True).view(num_rows, length)
+
+
+def causal_conv(
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """A depthwise convolution over the past of each document, with transformers' signature.
+
+    Args:
+        hidden_states: ``(B, D, T)``.
+        weight: taps ``(D, width)``, the last one for the present token.
+        bias: ``(D,)`` or None.
+        activation: name of a function, or None.
+        cu_seq_lens_q: document boundaries over the flattened tokens.
+
+    Returns:
+        ``(B, D, T)`` in the input's dtype.
+    """
+    B, T = hidden_states.shape[0], hidden_states.shape[2]
+    width = weight.shape[1]
+    document_BT = document_numbers(cu_seq_lens_q, B, T)
+    source_BDT, taps = hidden_states.float(), weight.float()
+    out_BDT = source_BDT * taps[:, -1, None]
+    for back in range(1, min(width, T)):
+        past_BDT = F.pad(source_BDT[:, :, : T - back], (back, 0))
+        if document_BT is not None:
+            earlier_BT = F.pad(document_BT[:, : T - back], (back, 0), value=_PADDING)
+            past_BDT = past_BDT * (earlier_BT == document_BT)[:, None]
+        out_BDT = out_BDT + past_BDT * taps[:, width - 1 - back, None]
+    if bias is not None:
+        out_BDT = out_BDT + bias.float()[:, None]
+    if activation is not None:
+        out_BDT = _activation(activation)(out_BDT)
+    return out_BDT.to(hidden_states.dtype)
+
+
+def _activation(name: str) -> Any:
+    from transformers.activations import ACT2FN  # noqa: PLC0415 - slow; a model exists by now
+
+    return ACT2FN[name]
+
+
+def chunk_gated_delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    chunk_size: int = 64,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """The gated delta rule with transformers' signature, documents kept apart.
+
+    Args:
+        query: ``(B, T, heads, K)``; heads divide those of ``value``.
+        key: as ``query``.
+        value: ``(B, T, H, V)``.
+        g: logarithms of decays ``(B, T, H)``.
+        beta: write strengths ``(B, T, H)``.
+        chunk_size: C.
+        initial_state: must be None: training starts from empty states.
+        output_final_state: must be False.
+        use_qk_l2norm_in_kernel: normalise queries and keys.
+        cu_seqlens: document boundaries over the flattened tokens.
+
+    Returns:
+        ``(B, T, H, V)`` in the query's dtype, and None.
+    """
+    assert initial_state is None
+    assert not output_final_state
+    dtype = query.dtype
+    B, T, H = value.shape[:3]
+    document_BT = document_numbers(cu_seqlens, B, T)
+    if document_BT is None:
+        document_BT = torch.zeros(B, T, dtype=torch.long, device=value.device)
+    padding = -T % chunk_size
+    document_BGC = F.pad(document_BT, (0, padding), value=_PADDING).view(B, -1, chunk_size)
+    query_BHGCK, key_BHGCK = (
+        _chunks(_normalised(x.float()) if use_qk_l2norm_in_kernel else x.float(), H, chunk_size)
+        for x in (query, key)
+    )
+    query_BHGCK = query_BHGCK * query.shape[-1] ** -0.5
+    value_BHGCV = _chunks(value.float(), H, chunk_size)
+    beta_BHGC1 = _chunks(beta.float()[..., None], H, chunk_size)
+    g_BHGC1 = _chunks(g.float()[..., None], H, chunk_size)
+    out_BHGCV = _scan(
+        query_BHGCK,
+        key_BHGCK,
+        value_BHGCV,
+        beta_BHGC1=beta_BHGC1,
+        g_BHGC1=g_BHGC1,
+        document_BGC=document_BGC,
+    )
+    out_BTHV = out_BHGCV.flatten(2, 3)[:, :, :T].transpose(1, 2)
+    return out_BTHV.to(dtype, memory_format=torch.contiguous_format), None
+
+
+def _normalised(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor * torch.rsqrt(tensor.square().sum(dim=-1, keepdim=True) + 1e-6)
+
+
+def _chunks(tensor: torch.Tensor, num_heads: int, chunk_size: int) -> torch.Tensor:
+    """``(B, T, heads, E)`` to ``(B, H, G, C, E)``, heads repeated, the end filled with zeros."""
+    repeat = num_heads // tensor.shape[2]
+    if repeat > 1:
+        tensor = tensor.repeat_interleave(repeat, dim=2)
+    padding = -tensor.shape[1] % chunk_size
+    padded = F.pad(tensor.transpose(1, 2), (0, 0, 0, padding))
+    return padded.reshape(*padded.shape[:2], -1, chunk_size, padded.shape[3])
+
+
+def _scan(
+    query_BHGCK: torch.Tensor,
+    key_BHGCK: torch.Tensor,
+    value_BHGCV: torch.Tensor,
+    *,
+    beta_BHGC1: torch.Tensor,
+    g_BHGC1: torch.Tensor,
+    document_BGC: torch.Tensor,
+) -> torch.Tensor:
+    B, H, G, C, K = key_BHGCK.shape
+    index_C = torch.arange(C, device=key_BHGCK.device)
+    same_BGCC = document_BGC[..., :, None] == document_BGC[..., None, :]
+    coupled = (same_BGCC & (index_C[:, None] >= index_C))[:, None]
+    # Sums over a token's own document alone: not even rounding may depend on its neighbours.
+    decay_BHGC = (coupled.to(g_BHGC1.dtype) @ g_BHGC1)[..., 0]
+    # Decay from a token to a later one of its document, 0 elsewhere.
+    apart = decay_BHGC[..., :, None] - decay_BHGC[..., None, :]
+    between = apart.masked_fill(~coupled, float("-inf")).exp()
+
+    last_BG = document_BGC[..., -1]
+    before_BG = F.pad(last_BG[:, :-1], (1, 0), value=_PADDING)
+    carries = (document_BGC == before_BG[..., None])[:, None]  # reads the carried state
+    stays = (last_BG == before_BG)[:, None]  # and it is still there at the end
+    lasts = (document_BGC == last_BG[..., None])[:, None]  # writes to the state that goes on
+
+    from_start = decay_BHGC.exp() * carries
+    to_end = (decay_BHGC[..., -1:] - decay_BHGC).masked_fill(~lasts, float("-inf")).exp()
+    through = decay_BHGC[..., -1].exp() * stays
+    keys_written = key_BHGCK * beta_BHGC1
+    system = (keys_written @ key_BHGCK.transpose(-1, -2)) * between
+    right = torch.cat([value_BHGCV * beta_BHGC1, keys_written * from_start[..., None]], dim=-1)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    corrected_BHGCV, reading_BHGCK = solved.split([value_BHGCV.shape[-1], K], dim=-1)
+    scores = (query_BHGCK @ key_BHGCK.transpose(-1, -2)) * between
+    query_state = query_BHGCK * from_start[..., None]
+    key_state = key_BHGCK * to_end[..., None]
+
+    state_BHKV = torch.zeros(
+        B, H, K, value_BHGCV.shape[-1], dtype=key_BHGCK.dtype, device=key_BHGCK.device
+    )
+    pieces = []
+    for chunk in range(G):
+        fresh = corrected_BHGCV[:, :, chunk] - reading_BHGCK[:, :, chunk] @ state_BHKV
+        pieces.append(query_state[:, :, chunk] @ state_BHKV + scores[:, :, chunk] @ fresh)
+        state_BHKV = (
+            state_BHKV * through[:, :, chunk, None, None]
+            + key_state[:, :, chunk].transpose(-1, -2) @ fresh
+        )
+    return torch.stack(pieces, dim=2)
