@@ -142,7 +142,7 @@ def test_whole_step_not_finite(limit, monkeypatch):
         monkeypatch.setattr(
             engine,
             "_forward_backward",
-            lambda b, *, scale, early: original(b, scale=math.inf, early=early),
+            lambda b, *, scale, **rest: original(b, scale=math.inf, **rest),
         )
         (result,) = steps(engine, [1], max_grad_norm=limit)
         engine.synchronize()
@@ -161,7 +161,7 @@ def test_skipping_without_end(limit, monkeypatch):
         monkeypatch.setattr(
             engine,
             "_forward_backward",
-            lambda b, *, scale, early: original(b, scale=scales.pop(0), early=early),
+            lambda b, *, scale, **rest: original(b, scale=scales.pop(0), **rest),
         )
         for number in range(39):
             result = engine.step(batches, learning_rate=RATE, max_grad_norm=limit)

@@ -19,7 +19,7 @@ from headrace.selftest.run import require_proof
 from headrace.store.checkpoint import load_checkpoint
 from headrace.store.loading import initialise, load_pretrained
 from headrace.store.state import ModelState
-from headrace.trainer import preflight
+from headrace.trainer import heap, preflight
 from headrace.trainer.loop import LoopSettings
 from headrace.trainer.metrics import Meter
 from headrace.trainer.place import place
@@ -108,6 +108,8 @@ def prepare(config: TrainConfig, stack: ExitStack, say: Say) -> Prepared:
     first_step = saved.step if saved else 0
     engine = place(config, spec, device, say)
     state = _allocate(config, spec, device, engine, stack=stack, say=say)
+    if device.type == "cpu" and state.state_bytes >= heap.LARGE_STATE_BYTES:
+        heap.map_large_blocks()
     preflight.check_disk(
         config, checkpoint_bytes=state.state_bytes, num_saves=1, first_step=first_step
     )
