@@ -72,7 +72,9 @@ def check_gradients(spec: ModelSpec, state: ModelState, model: nn.Module) -> Gra
             where = f"{'packed' if packed else 'unpacked'} rows, activations: {activations}"
             loss, found = streamed_gradients(spec, state, batches, activations=activations)
             if not math.isclose(loss, wanted_loss, rel_tol=2e-6, abs_tol=2e-6):
-                raise CheckFailedError(f"the loss is {loss:.7f}, not {wanted_loss:.7f} ({where})")
+                # Rows of one document came first, and were right.
+                what = "packed documents see each other: the loss" if packed else "the loss"
+                raise CheckFailedError(f"{what} is {loss:.7f}, not {wanted_loss:.7f} ({where})")
             errors = relative_errors(found, wanted)
             for name, error in errors.items():
                 if not error <= MAX_GRADIENT_ERROR:  # NaN is not either

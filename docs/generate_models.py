@@ -1,0 +1,152 @@
+"""Write ``docs/models.md``: every decoder family with what its tests measured.
+
+    python docs/generate_models.py
+
+Runs the family tests on this machine and takes their figures; a test fails when a family is
+missing from the page.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TARGET = Path(__file__).with_name("models.md")
+
+_HEAD = """# Models
+
+Any decoder-only causal LM of transformers trains if its layers can be streamed exactly: a hidden
+state in, a hidden state out, once each and in order. Whether they can is found by watching a tiny
+twin of the model run (same class, same switches, small sizes), and proven by comparing the
+gradient of every parameter with plain autograd of transformers' own, unmodified model:
+
+```bash
+headrace doctor --model FOLDER
+```
+
+needs no weights, only `config.json`, takes seconds, and says `ok`, or `refused` with the reason.
+The same test runs before the first step of `headrace train` for every class that is not in the
+first table, and is remembered by class, switches and versions.
+
+The twin is tested in float32 with weight slots that are overwritten with NaN whenever they are
+free: kept and recomputed activations, rows of one document and packed rows, the balancing loss of
+routers where the class has one. The reference runs every document by itself with eager attention
+and eager experts.
+
+## Proven families
+
+`python docs/generate_models.py` runs `pytest tests/parity/test_families.py` and writes this table.
+Gradient: worst relative error of any parameter's gradient. Leak: relative change of a document's
+gradients when its neighbour in a packed row changes. Reload: largest difference of logits after
+export and `from_pretrained`.
+
+| family | class | gradient | leak | reload |
+|---|---|---|---|---|
+"""
+
+_MIDDLE = """
+## Refused
+
+What the test says of some models that cannot be trained exactly, or not yet:
+
+| model type | reason |
+|---|---|
+"""
+
+_TAIL = """
+Also refused: dropout and router noise above 0 (forward and recompute would differ), quantized
+weights, and integer buffers in a checkpoint.
+
+## Checkpoints
+
+Weights are read and written in the form that transformers writes: experts one by one where it
+keeps them fused, the names of the checkpoint that was loaded. What a bfloat16 model keeps in
+float32 by its class (routing biases, some routers) keeps all its bits in the state, in checkpoints
+and in exports. Tensors that the causal LM has no place for (vision towers, multi-token prediction)
+are carried to every checkpoint and export unchanged; the log says how many.
+
+## Mixtures of experts
+
+The balancing loss is that of the class (`load_balancing_loss_func`), of every micro-batch over all
+its layers, weighted by supervised tokens: it does not depend on waves or accumulation. As in
+transformers it is part of the gradient when the configuration has `output_router_logits: true`,
+with `router_aux_loss_coef`. Routing biases are not trained. A step whose recompute sends a token
+to another expert than forward did fails. Every expert without a token has a zero gradient.
+
+## Packed documents
+
+Attention never builds a mask: document boundaries, windows, soft caps and sinks are arguments of
+headrace's own attention function. Convolutions and states of gated DeltaNet layers begin anew with
+every document. Models whose layers do not hand document boundaries on to their mixers (StableLM,
+Mamba) are refused.
+"""
+
+_REFUSED = {
+    "gemma3n_text": {},
+    "gemma4_text": {},
+    "t5": {},
+    "bart": {"dropout": 0.0},
+    "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "bloom": {},
+    "deepseek_v32": {},
+    "falcon": {},
+    "llama4_text": {},
+    "mamba2": {},
+    "stablelm": {},
+    "zaya": {},
+}
+
+
+def measured() -> dict[str, dict[str, object]]:
+    """Run the family tests."""
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "families.json"
+        subprocess.run(  # noqa: S603 - this interpreter, arguments of our own
+            [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-q",
+                "tests/parity/test_families.py",
+                f"--families-json={target}",
+            ],
+            cwd=ROOT,
+            check=True,
+        )
+        found: dict[str, dict[str, object]] = json.loads(target.read_text(encoding="utf-8"))
+    return found
+
+
+def refused() -> list[tuple[str, str]]:
+    """Model types with the reason of their refusal."""
+    from transformers import AutoConfig  # noqa: PLC0415 - slow
+
+    from headrace.selftest import run_selftest  # noqa: PLC0415 - slow
+
+    rows = []
+    for model_type, values in _REFUSED.items():
+        verdict = run_selftest(AutoConfig.for_model(model_type, **values), use_cache=False)
+        if verdict.verdict != "refused":
+            raise SystemExit(f"{model_type} is no longer refused")
+        rows.append((model_type, str(verdict.reason)))
+    return rows
+
+
+def generate() -> str:
+    """The whole page."""
+    rows = [
+        f"| {family} | `{row['architecture']}` | {row['gradient_error']:.1e} "
+        f"| {row['packing_leak']:.1e} | {row['reload_error']:g} |"
+        for family, row in measured().items()
+    ]
+    reasons = [f"| `{model_type}` | {reason} |" for model_type, reason in refused()]
+    return _HEAD + "\n".join(rows) + "\n" + _MIDDLE + "\n".join(reasons) + "\n" + _TAIL
+
+
+if __name__ == "__main__":
+    TARGET.write_text(generate(), encoding="utf-8")
+    print(f"wrote {TARGET}")
