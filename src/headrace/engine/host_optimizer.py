@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.errors import NumericsError
 from headrace.kernels.headroom import Headroom
-from headrace.store.layout import plan_segments
+from headrace.store.layout import plan_segments, split_range
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -75,14 +75,17 @@ class HostOptimizer:
         """Plan the chunks, at most ``chunk_elements`` long, and start the kernels' threads."""
         self._state = state
         self._optimizer = optimizer
-        self._kernels = kernels
+        split = state.dtype == "bfloat16"
+        self._update = kernels.adamw_split if split else kernels.adamw_float32
+        self._invert = kernels.invert_split if split else kernels.invert_float32
+        self._correct = kernels.correct_split if split else kernels.correct_float32
         self._pool = kernels.Pool(num_threads)
         self.chunks: list[list[Chunk]] = []
         for unit, layout in enumerate(state.layouts):
             ranges = [
-                (start, min(start + chunk_elements, segment.stop), segment.group)
+                (segment.start + start, segment.start + stop, segment.group)
                 for segment in plan_segments(layout, self._group_of)
-                for start in range(segment.start, segment.stop, chunk_elements)
+                for start, stop in split_range(0, segment.stop - segment.start, chunk_elements)
             ]
             self.chunks.append([Chunk(unit, i, *r) for i, r in enumerate(ranges)])
         self._headroom = {chunk: Headroom() for unit in self.chunks for chunk in unit}
@@ -93,24 +96,22 @@ class HostOptimizer:
 
     def update(self, chunk: Chunk, gradient: NDArray[Any], settings: UpdateSettings) -> bool:
         """AdamW on a chunk; False if it was refused (a non-finite value)."""
-        split = self._state.dtype == "bfloat16"
-        kernel = self._kernels.adamw_split if split else self._kernels.adamw_float32
-        return self._call(kernel, chunk, gradient, settings, grad_scale=settings.gradient_scale)
+        return self._call(
+            self._update, chunk, gradient, settings, grad_scale=settings.gradient_scale
+        )
 
     def invert(self, chunk: Chunk, gradient: NDArray[Any], settings: UpdateSettings) -> bool:
         """Undo, up to rounding, the update just applied with the same arguments."""
-        split = self._state.dtype == "bfloat16"
-        kernel = self._kernels.invert_split if split else self._kernels.invert_float32
-        return self._call(kernel, chunk, gradient, settings, grad_scale=settings.gradient_scale)
+        return self._call(
+            self._invert, chunk, gradient, settings, grad_scale=settings.gradient_scale
+        )
 
     def correct(
         self, chunk: Chunk, gradient: NDArray[Any], settings: UpdateSettings, applied_scale: float
     ) -> bool:
         """Turn an update applied with ``applied_scale`` into one with the settings' scale."""
-        split = self._state.dtype == "bfloat16"
-        kernel = self._kernels.correct_split if split else self._kernels.correct_float32
         return self._call(
-            kernel,
+            self._correct,
             chunk,
             gradient,
             settings,
