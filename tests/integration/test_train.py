@@ -397,6 +397,37 @@ def test_changed_settings_are_said(run_config, capsys):
     assert "logging_steps" not in said.split("plan:")[0]
 
 
+def test_only_the_settings_that_changed_are_said(run_config, tiny_model, capsys):
+    run_config(callbacks=[At(3, stop)], param_groups=[{"pattern": "norm"}])
+    run_config(
+        resume_from_checkpoint="auto",
+        progress="lines",
+        engine={"loss_chunk_tokens": 16},
+        model_config=tiny_model(rms_norm_eps=1e-5),
+        param_groups=[{"pattern": "norm", "learning_rate_scale": 0.5}],
+    )
+    said = [line for line in capsys.readouterr().out.splitlines() if "changed since" in line]
+    assert sorted(said) == [
+        "changed since: engine.loss_chunk_tokens: 1024 -> 16",
+        "changed since: model_config.rms_norm_eps: None -> 1e-05",
+        "changed since: param_groups.0.learning_rate_scale: 1.0 -> 0.5",
+    ]
+
+
+@pytest.mark.parametrize("change", [{"num_hidden_layers": 1}, {"intermediate_size": 32}])
+def test_a_checkpoint_of_another_model_is_refused_before_tokenising(
+    run_config, tiny_model, monkeypatch, change
+):
+    run_config(callbacks=[At(3, stop)])
+
+    def forbidden(*_args, **_kwargs):
+        raise AssertionError("tokenised first")
+
+    monkeypatch.setattr("headrace.trainer.prepare.tokenise", forbidden)
+    with pytest.raises(CheckpointError, match=r"another model|the model's is"):
+        run_config(resume_from_checkpoint="auto", model_config=tiny_model(**change))
+
+
 @pytest.mark.parametrize(
     ("change", "kind", "message"),
     [

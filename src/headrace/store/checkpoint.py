@@ -22,12 +22,11 @@ import torch
 
 from headrace.errors import CheckpointError, ConfigError
 from headrace.store.carried import CarriedTensors
+from headrace.store.identity import check_same_model, check_tensor, read_optimizer_index
 from headrace.store.safetensors_io import (
     SafetensorsReader,
     read_index,
-    read_weight_map,
     sync_directory,
-    tensor_names,
 )
 from headrace.store.shards import (
     optimizer_groups,
@@ -39,8 +38,6 @@ from headrace.store.shards import (
 from headrace.units import GIB
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
-
     from headrace.models.spec import ModelSpec
     from headrace.store.state import ModelState
 
@@ -134,12 +131,10 @@ def load_checkpoint(path: str | Path, spec: ModelSpec, state: ModelState) -> dic
             remedy=f"set dtype: {record['dtype']}",
         )
     weights = read_index(path)
-    optimizer = _read_optimizer_index(path)
+    optimizer = read_optimizer_index(path)
     carried = set(record.get("carried", ()))
     pieces, _ = spec.weight_names.plan(weights.keys() - carried)
-    written = [group.described for group in weight_groups(spec.weight_names, state)]
-    _check_names(path, weights.keys() - carried, written)
-    _check_names(path, optimizer, [optimizer_tensors(unit) for unit in state.units])
+    check_same_model(path, spec, state)
     places = {p.name: (unit, p) for unit in state.units for p in unit.layout.params}
     with SafetensorsReader() as reader:
         for piece in pieces:
@@ -152,12 +147,12 @@ def load_checkpoint(path: str | Path, spec: ModelSpec, state: ModelState) -> dic
 
             for name, value in piece.read(get, spec.model, spec.config).items():
                 unit, param = places[name]
-                _check(value, unit.stored(param, described=True), name, path)
+                check_tensor(value, unit.stored(param, described=True), name, path)
                 unit.set_master(param, value)
         for unit in state.units:
             for name, target in optimizer_tensors(unit).items():
                 value = reader.get(optimizer[name], name)
-                _check(value, target, name, path)
+                check_tensor(value, target, name, path)
                 target.copy_(value)
     spec.carried = CarriedTensors(carried, weights)
     state.optimizer_step = record["optimizer_step"]
@@ -329,41 +324,6 @@ def _restore_retired(output_dir: Path) -> None:
         final = output_dir / path.stem.removeprefix(".")
         if not final.exists():
             path.rename(final)
-
-
-# -- reading -------------------------------------------------------------------------------
-
-
-def _read_optimizer_index(path: Path) -> dict[str, Path]:
-    index = path / "optimizer.safetensors.index.json"
-    if index.is_file():
-        return read_weight_map(index)
-    single = path / "optimizer.safetensors"
-    return dict.fromkeys(tensor_names(single), single)
-
-
-def _check_names(
-    path: Path, found: Collection[str], written: Iterable[Mapping[str, torch.Tensor]]
-) -> None:
-    """Refuse another model before anything of the state is overwritten."""
-    expected = {name for tensors in written for name in tensors}
-    lacking, unknown = sorted(expected - set(found)), sorted(set(found) - expected)
-    if lacking or unknown:
-        raise CheckpointError(
-            f"{path} belongs to another model: of this one it lacks {len(lacking)} tensors "
-            f"({', '.join(lacking[:2]) or 'none'}), and it has {len(unknown)} others "
-            f"({', '.join(unknown[:2]) or 'none'})",
-            remedy="resume with the model and the frozen parameters it was saved with",
-        )
-
-
-def _check(value: torch.Tensor, target: torch.Tensor, name: str, path: Path) -> None:
-    if value.shape != target.shape or value.dtype != target.dtype:
-        raise CheckpointError(
-            f"{name} in {path} is {value.dtype} {tuple(value.shape)}, the model's is "
-            f"{target.dtype} {tuple(target.shape)}",
-            remedy="resume with the model it was saved with, or choose another output_dir",
-        )
 
 
 __all__ = [

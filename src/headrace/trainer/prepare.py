@@ -17,6 +17,7 @@ from headrace.data.tokens import default_cache_dir, tokenise
 from headrace.models.spec import ModelSpec
 from headrace.selftest.run import require_proof
 from headrace.store.checkpoint import load_checkpoint
+from headrace.store.identity import check_same_model
 from headrace.store.loading import initialise, load_pretrained
 from headrace.store.state import ModelState
 from headrace.trainer import heap, preflight
@@ -108,6 +109,8 @@ def prepare(config: TrainConfig, stack: ExitStack, say: Say) -> Prepared:
     first_step = saved.step if saved else 0
     engine = place(config, spec, device, say)
     state = _allocate(config, spec, device, engine, stack=stack, say=say)
+    if checkpoint is not None:
+        check_same_model(checkpoint, spec, state)
     if device.type == "cpu" and state.state_bytes >= heap.LARGE_STATE_BYTES:
         heap.map_large_blocks()
     preflight.check_disk(

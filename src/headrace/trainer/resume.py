@@ -25,7 +25,7 @@ from headrace.store.checkpoint import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from types import TracebackType
 
     from headrace.data.loader import RowSet
@@ -204,12 +204,24 @@ def check_data(progress: Progress, data: dict[str, Any], path: Path) -> None:
 
 def changed_settings(progress: Progress, config: TrainConfig) -> list[str]:
     """Settings that differ from the checkpoint's and change what is computed, for people."""
-    now = config.to_dict()
-    return [
-        f"{key}: {progress.config.get(key)} -> {value}"
-        for key, value in now.items()
-        if key not in _INCIDENTAL and progress.config.get(key) != value
-    ]
+    before = {key: value for key, value in progress.config.items() if key not in _INCIDENTAL}
+    now = {key: value for key, value in config.to_dict().items() if key not in _INCIDENTAL}
+    return list(_differences(before, now, ""))
+
+
+def _differences(before: Any, now: Any, where: str) -> Iterator[str]:
+    """``key: old -> new`` for every leaf that differs, dotted as on the command line."""
+    if before == now:
+        return
+    if isinstance(before, dict) and isinstance(now, dict):
+        inner = f"{where}." if where else ""
+        for key in {**now, **before}:
+            yield from _differences(before.get(key), now.get(key), f"{inner}{key}")
+    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        for number, (old, new) in enumerate(zip(before, now, strict=True)):
+            yield from _differences(old, new, f"{where}.{number}")
+    else:
+        yield f"{where}: {before} -> {now}"
 
 
 class RunLock:
