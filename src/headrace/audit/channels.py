@@ -16,14 +16,13 @@ Shape legend: n rows, N entities, T sessions, P features, K = 1 + P, M columns (
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 from scipy import sparse
 
 from headrace.audit.gram import GramBook
-from headrace.audit.splits import LabelTimes
+from headrace.audit.splits import LabelTimes, extremes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -33,9 +32,6 @@ if TYPE_CHECKING:
 
     Array = NDArray[np.float64]
     Rows = NDArray[np.intp]
-
-
-_KEPT_BYTES = 400 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,24 +59,11 @@ class ShiftedTargets:
         """P."""
         return len(self.values_KUT) - 1
 
-    @cached_property
-    def _moved(self) -> Array | None:
-        # Folds and windows ask for the same rows again and again: gathered once where it fits.
-        size = 8 * len(self.values_KUT) * len(self.session) * len(self.offsets)
-        if size > _KEPT_BYTES:
-            return None
-        return self._gather(np.arange(len(self.session)), slice(None))
-
-    def _gather(self, rows: Rows, columns: slice) -> Array:
-        num_sessions = self.values_KUT.shape[2]
-        moved = self.session[rows, None] + self.offsets[None, columns]
-        return self.values_KUT[:, self.unit[rows, None], moved % num_sessions]
-
     def block(self, rows: Rows, columns: slice) -> Array:
         """``(K, n, M)`` values, NaN where the panel has none."""
-        if self._moved is None:
-            return self._gather(rows, columns)
-        return self._moved[:, rows, columns]
+        num_sessions = self.values_KUT.shape[2]
+        moved = (self.session[rows, None] + self.offsets[None, columns]) % num_sessions
+        return self.values_KUT[:, self.unit[rows, None], moved]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,10 +128,7 @@ def common_view(panel: Panel, offsets: NDArray[np.int64]) -> View:
     residual = _residual(means, features, intercept=True)
     rows = panel.embedded_rows
     sessions, weight = np.unique(panel.session[rows], return_counts=True)
-    first = np.full(panel.num_sessions, panel.label_start.max())
-    last = np.full(panel.num_sessions, panel.label_end.min())
-    np.minimum.at(first, panel.session, panel.label_start)
-    np.maximum.at(last, panel.session, panel.label_end)
+    first, last = extremes(panel.session, panel.label_start, panel.label_end, panel.num_sessions)
     times = LabelTimes(panel.sessions[sessions], first[sessions], last[sessions])
     unit = np.zeros(len(sessions), dtype=np.int64)
     return View(

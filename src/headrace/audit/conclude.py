@@ -155,7 +155,7 @@ def judge_all(
     subtracted, words = choose_reference(models, twins, config, reference)
     gains: dict[str, dict[Channel, Array]] = {}
     contrasts: dict[tuple[str, Channel], Contrast] = {}
-    own_p: dict[tuple[str, Channel], float] = {}
+    owns: dict[tuple[str, Channel], Contrast] = {}
     failed: dict[str, dict[Channel, str]] = {}
     for model in models:
         assert model.measured is not None
@@ -172,10 +172,9 @@ def judge_all(
                 contrasts[model.name, channel] = channel_contrast(
                     gain, layout, channel, cutoff_session
                 )
-                alone = channel_contrast(
+                owns[model.name, channel] = channel_contrast(
                     model.measured.skill[channel].deviation, layout, channel, cutoff_session
                 )
-                own_p[model.name, channel] = alone.p_value
             except DataError as error:
                 failed[model.name][channel] = error.message
     adjusted = dict(zip(contrasts, holm([c.p_value for c in contrasts.values()]), strict=True))
@@ -189,7 +188,7 @@ def judge_all(
             contrasts={
                 ch: (c, adjusted[n, ch]) for (n, ch), c in contrasts.items() if n == model.name
             },
-            own_p={ch: p for (n, ch), p in own_p.items() if n == model.name},
+            owns={ch: c for (n, ch), c in owns.items() if n == model.name},
             failed=failed[model.name],
             skill_p={ch: p for (n, ch), p in skill_p.items() if n == model.name},
             reference="the constant" if model.name == reference else words,
@@ -219,7 +218,7 @@ def _record(
     layout: Layout,
     gains: dict[Channel, Array],
     contrasts: dict[Channel, tuple[Contrast, float]],
-    own_p: dict[Channel, float],
+    owns: dict[Channel, Contrast],
     failed: dict[Channel, str],
     skill_p: dict[Channel, float],
     reference: str,
@@ -237,7 +236,7 @@ def _record(
             figure = make.skill(measured.skill[channel], layout, channel, others)
             skill[channel] = replace(figure, p_adjusted=skill_p[channel], adjustment="max_t")
     contamination: dict[str, ContaminationRecord] = {
-        channel: make.contamination(result, layout, channel, p, reference)
+        channel: make.contamination((result, owns[channel]), layout, channel, p, reference)
         for channel, (result, p) in contrasts.items()
     }
     cutoff_session = model.cutoff_session(panel)
@@ -258,7 +257,7 @@ def _record(
                 for channel in layout.channels
             },
             contrast_p={channel: p for channel, (_, p) in contrasts.items()},
-            contrast_own_p=own_p,
+            contrast_own_p={channel: own.p_value for channel, own in owns.items()},
             contrast_share={ch: c.contrast.value for ch, (c, _) in contrasts.items()},
             contrast_detectable={
                 ch: c.detectable(config.level) for ch, (c, _) in contrasts.items()

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from headrace.audit.regress import Fold
+from headrace.audit.regress import Fold, plan_parts
 from headrace.audit.splits import (
     PROTOCOL_VERSION,
     Chronological,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from headrace.audit.gram import Parts
     from headrace.audit.splits import LabelTimes
 
     Rows = NDArray[np.intp]
@@ -42,12 +44,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A protocol, ready to be fitted; ``segment`` ``(n,)`` are parts its training sets share."""
+    """A protocol, ready to be fitted on ``num_rows`` rows."""
 
     protocol: str
     folds: tuple[Fold, ...]
     windows: tuple[Window, ...]
-    segment: NDArray[np.intp]
+    num_rows: int
+
+    @cached_property
+    def parts(self) -> Parts:
+        """What its training and validation sets are made of; cut once for all embeddings."""
+        return plan_parts(self.num_rows, self.folds, self.windows)
 
 
 def _name(text: str) -> str:
@@ -93,12 +100,17 @@ def purged_plan(times: LabelTimes, *, num_splits: int, embargo: int) -> Plan:
     """
     splitter = PurgedKFold(times, num_splits, embargo)
     block = date_blocks(len(times.sessions), num_splits)
+    alone = [splitter.train_rows(block == k) for k in range(num_splits)]
     windows: list[Window] = []
     voter_of: list[int] = []
     for first, second in itertools.combinations(range(num_splits), 2):
-        train = np.flatnonzero(splitter.train_rows((block == first) | (block == second)))
+        both = alone[first] & alone[second]
+        if second == first + 1:
+            # Blocks that touch are one block, which its own embargo follows.
+            both = splitter.train_rows((block == first) | (block == second))
+        train = np.flatnonzero(both)
         for tested, validated in ((first, second), (second, first)):
-            validation = (block[times.session] == validated) & splitter.train_rows(block == tested)
+            validation = (block[times.session] == validated) & alone[tested]
             if len(train) and validation.any():
                 windows.append((train, np.flatnonzero(validation)))
                 voter_of.append(tested)
@@ -114,7 +126,7 @@ def purged_plan(times: LabelTimes, *, num_splits: int, embargo: int) -> Plan:
         protocol=_name(f"purged_kfold({num_splits}, embargo={embargo})"),
         folds=folds,
         windows=tuple(windows),
-        segment=block[times.session],
+        num_rows=len(times),
     )
 
 
@@ -142,11 +154,11 @@ def chronological_plan(
             w for w, (a, b) in enumerate(windows) if own.issuperset(a) and own.issuperset(b)
         )
         folds.append(Fold(train=train, test=test, windows=held))
-    segment = np.full(len(times), 4, dtype=np.intp)
-    segment[folds[0].train] = _parts(times.session[folds[0].train], 4)
     day = str(split_date.astype("datetime64[D]"))
     protocols = tuple(_name(f"chronological({day}, embargo={embargo})") for embargo in embargoes)
-    plan = Plan(protocol=protocols[0], folds=tuple(folds), windows=tuple(windows), segment=segment)
+    plan = Plan(
+        protocol=protocols[0], folds=tuple(folds), windows=tuple(windows), num_rows=len(times)
+    )
     return ChronologicalPlan(plan=plan, embargoes=tuple(embargoes), protocols=protocols)
 
 
@@ -154,18 +166,16 @@ def group_plan(times: LabelTimes, entity: NDArray[np.integer], *, num_splits: in
     """``group_kfold``: the leakage-on arm, entities disjoint and dates mixed."""
     folds: list[Fold] = []
     windows: list[Window] = []
-    segment = np.zeros(len(times), dtype=np.intp)
-    for k, (train, test) in enumerate(EntityKFold(times, num_splits).split(groups=entity)):
+    for train, test in EntityKFold(times, num_splits).split(groups=entity):
         own = forward_windows(times, train, num_windows=1)
         held = tuple(range(len(windows), len(windows) + len(own)))
         windows += own
         folds.append(Fold(train=train, test=test, windows=held))
-        segment[test] = k
     return Plan(
         protocol=_name(f"group_kfold({num_splits})"),
         folds=tuple(folds),
         windows=tuple(windows),
-        segment=segment,
+        num_rows=len(times),
     )
 
 
@@ -185,12 +195,11 @@ def walk_forward_plan(times: LabelTimes, *, num_splits: int, embargo: int) -> Pl
         if k + 1 < len(splits):
             kept = np.intersect1d(test, splits[k + 1][0])
             windows.append((train, kept))
-    block = date_blocks(len(times.sessions), num_splits + 1)
     return Plan(
         protocol=_name(f"walk_forward({num_splits}, embargo={embargo})"),
         folds=tuple(folds),
         windows=tuple(windows),
-        segment=block[times.session],
+        num_rows=len(times),
     )
 
 
@@ -220,12 +229,10 @@ def seen_unseen_plan(
     folds: list[Fold] = []
     windows: list[Window] = []
     left_out: list[int] = []
-    segment = np.zeros(len(times), dtype=np.intp)
     deals = EntityKFold(times, entity_folds).split(groups=entity)
-    for k, (others, tested) in enumerate(deals):
+    for others, tested in deals:
         own = np.zeros(len(times), dtype=bool)
         own[others] = True
-        segment[tested] = k * num_blocks + session_block[times.session[tested]]
         runs: list[range] = []
         first_window = len(windows)
         # One run of blocks on either side: every block is outside at least one of them.
@@ -247,6 +254,6 @@ def seen_unseen_plan(
         protocol=_name(f"seen_unseen({entity_folds} x {num_blocks})"),
         folds=tuple(folds),
         windows=tuple(windows),
-        segment=segment,
+        num_rows=len(times),
     )
     return SeenUnseenPlan(plan=plan, block=session_block[times.session], left_out=tuple(left_out))

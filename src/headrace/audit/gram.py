@@ -1,11 +1,11 @@
-"""Gram matrices of any set of rows, from parts that are computed once.
+"""Sums and Gram matrices of many sets of rows, from parts that are computed once.
 
-Owns the embedding and its decompositions. The invariant: sums of a set of rows are exact up to
-rounding whichever way they are put together; rows are cut into segments (blocks of dates,
-folds of entities), each segment's Gram matrix is made once, and a training set is the sum of
-whole segments and of what partial ones hold or lack, whichever is less work.
+Owns the embedding and the parts. The invariant: parts are the coarsest cut of the rows of which
+every set of a plan is a union, so a set's sums are those of its parts, exact up to rounding,
+and no product of two rows is formed twice. Small parts keep their rows instead of a Gram matrix
+that would be larger. It knows neither targets nor penalties.
 
-Shape legend: n rows, D embedding dimensions, R rank of a training set.
+Shape legend: n rows, S sets, A parts, B sets of a batch, D embedding dimensions.
 """
 
 from __future__ import annotations
@@ -16,10 +16,58 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     Array = NDArray[np.float64]
     Rows = NDArray[np.intp]
+
+_NARROW = 256
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """Sets of rows and the parts that they are made of.
+
+    Attributes:
+        sets: as given, each array once.
+        members: rows of each part; rows of no set are in none.
+        holds_SA: 1.0 where a set holds a part.
+        counts_S: rows of each set.
+    """
+
+    sets: tuple[Rows, ...]
+    members: tuple[Rows, ...]
+    holds_SA: Array
+    counts_S: NDArray[np.int64]
+
+    def find(self, chosen: Sequence[Rows]) -> NDArray[np.intp]:
+        """Positions of sets, found by identity."""
+        known = {id(rows): s for s, rows in enumerate(self.sets)}
+        return np.array([known[id(rows)] for rows in chosen], dtype=np.intp)
+
+
+def cut_rows(num_rows: int, sets: Sequence[Rows]) -> Parts:
+    """Cut rows by which of ``sets`` (arrays of row positions) hold them."""
+    unique = tuple({id(rows): rows for rows in sets}.values())
+    held_Sn = np.zeros((len(unique), num_rows), dtype=bool)
+    for held_n, rows in zip(held_Sn, unique, strict=True):
+        held_n[rows] = True
+    used = np.flatnonzero(held_Sn.any(axis=0))
+    # A row's memberships as one word of bytes: equal words are one part.
+    packed = np.ascontiguousarray(np.packbits(held_Sn[:, used], axis=0).T)
+    words = packed.view(np.dtype((np.void, packed.shape[1] or 1))).ravel()
+    _, first, part = np.unique(words, return_index=True, return_inverse=True)
+    order = np.argsort(part, kind="stable")
+    edges = np.cumsum(np.bincount(part, minlength=len(first)))[:-1]
+    members = tuple(used[rows] for rows in np.split(order, edges)) if len(used) else ()
+    return Parts(
+        sets=unique,
+        members=members,
+        holds_SA=held_Sn[:, used[first]].astype(np.float64),
+        counts_S=held_Sn.sum(axis=1),
+    )
 
 
 class GramBook:
@@ -32,9 +80,7 @@ class GramBook:
         scale = np.sqrt(np.einsum("nd,nd->d", self.values, self.values) / len(self.values))
         # A dimension without variance carries nothing; 1 keeps it at zero.
         self.values /= np.where(scale > 0, scale, 1.0)
-        self._segment: NDArray[np.intp] = np.zeros(len(self.values), dtype=np.intp)
-        self._members: list[Rows] = [np.arange(len(self.values))]
-        self._kept: dict[int, tuple[Array, Array]] = {}
+        self._parts: Parts | None = None
 
     @property
     def num_rows(self) -> int:
@@ -46,93 +92,74 @@ class GramBook:
         """D."""
         return int(self.values.shape[1])
 
-    def cut(self, segment: NDArray[np.intp]) -> None:
-        """Keep Gram matrices by ``segment`` ``(n,)`` from now on."""
-        if np.array_equal(segment, self._segment):
+    def cut(self, parts: Parts) -> None:
+        """Answer for the sets of ``parts`` from now on."""
+        if parts is self._parts:
             return
-        self._segment = segment
-        self._members = [np.flatnonzero(segment == k) for k in range(int(segment.max()) + 1)]
-        self._kept = {}
+        self._parts = parts
+        self._totals_AD = np.zeros((len(parts.members), self.dimension))
+        for part, rows in enumerate(parts.members):
+            self._totals_AD[part] = self.values[rows].sum(axis=0)
+        sizes = np.array([len(rows) for rows in parts.members], dtype=np.int64)
+        # A kept matrix is D x D to hold and to add: of a wide embedding, few rows are cheaper.
+        whole = (4 * sizes >= self.dimension) | (self.dimension <= _NARROW)
+        self._whole, self._loose = np.flatnonzero(whole), np.flatnonzero(~whole)
+        self._grams_AE: Array | None = None  # E = D x D
+        self._all_loose_DD: Array | None = None
 
-    def moments(self, rows: Rows) -> tuple[Array, Array]:
-        """Sum ``(D,)`` and Gram matrix ``(D, D)`` of rows."""
-        chosen = np.zeros(self.num_rows, dtype=bool)
-        chosen[rows] = True
-        total = np.zeros(self.dimension)
-        gram = np.zeros((self.dimension, self.dimension))
-        loose: list[Rows] = []
-        for k, members in enumerate(self._members):
-            inside = chosen[members]
-            count = int(inside.sum())
-            if 2 * count > len(members):
-                segment_sum, segment_gram = self._whole(k)
-                total += segment_sum
-                gram += segment_gram
-                if count < len(members):
-                    lacking = self.values[members[~inside]]
-                    total -= lacking.sum(axis=0)
-                    gram -= lacking.T @ lacking
-            elif count:
-                loose.append(members[inside])
-        if loose:
-            held = self.values[np.concatenate(loose)]
-            total += held.sum(axis=0)
-            gram += held.T @ held
-        return total, gram
+    def sums(self, sets: NDArray[np.intp]) -> Array:
+        """``(B, D)`` sums of rows."""
+        assert self._parts is not None
+        totals: Array = self._parts.holds_SA[sets] @ self._totals_AD
+        return totals
 
-    def _whole(self, k: int) -> tuple[Array, Array]:
-        if k not in self._kept:
-            values = self.values[self._members[k]]
-            self._kept[k] = values.sum(axis=0), values.T @ values
-        return self._kept[k]
+    def grams(self, sets: NDArray[np.intp]) -> Array:
+        """``(B, D, D)`` Gram matrices."""
+        assert self._parts is not None
+        dimension = self.dimension
+        if self._grams_AE is None:
+            self._make()
+        assert self._grams_AE is not None
+        holds = self._parts.holds_SA[sets]
+        used = np.flatnonzero(holds[:, self._whole].any(axis=0))
+        span = slice(used[0], used[-1] + 1) if len(used) else slice(0, 0)
+        grams = (holds[:, self._whole[span]] @ self._grams_AE[span]).reshape(
+            -1, dimension, dimension
+        )
+        for gram_DD, held_A in zip(grams, holds, strict=True):
+            self._add_loose(gram_DD, held_A)
+        return grams
 
+    def _make(self) -> None:
+        assert self._parts is not None
+        members = self._parts.members
+        self._grams_AE = np.empty((len(self._whole), self.dimension**2))
+        for gram_E, part in zip(self._grams_AE, self._whole, strict=True):
+            gram_E[:] = self._product(members[part]).ravel()
 
-@dataclass(frozen=True)
-class Basis:
-    """A training set's standardised embedding, decomposed: Z'Z = V diag(eigenvalues) V'."""
+    def _product(self, rows: Rows) -> Array:
+        values = self.values[rows]
+        product: Array = values.T @ values
+        return product
 
-    mean: Array
-    scale: Array
-    eigenvalues: Array
-    vectors_DR: Array
-    num_rows: int
+    def _rows_of(self, parts: NDArray[np.intp]) -> Rows:
+        assert self._parts is not None
+        return np.concatenate([self._parts.members[part] for part in parts])
 
-    def coordinates(self, values: Array) -> Array:
-        """``(n, R)``: rows standardised and turned into the basis."""
-        turned: Array = ((values - self.mean) / self.scale) @ self.vectors_DR
-        return turned
-
-
-def decompose(book: GramBook, rows: Rows) -> Basis:
-    """Standardise and decompose the embedding of a training set."""
-    count = len(rows)
-    if count <= book.dimension:
-        return _decompose_dual(book.values[rows])
-    total, gram = book.moments(rows)
-    mean = total / count
-    gram -= count * np.outer(mean, mean)
-    scale = _scale(np.diagonal(gram) / count)
-    gram /= np.outer(scale, scale)
-    eigenvalues, vectors = np.linalg.eigh(gram)
-    return Basis(mean, scale, np.maximum(eigenvalues, 0.0), vectors, count)
-
-
-def _decompose_dual(values: Array) -> Basis:
-    """From the ``(n, n)`` products of rows, where there are fewer rows than dimensions."""
-    count = len(values)
-    mean = values.mean(axis=0)
-    values = values - mean
-    scale = _scale(np.einsum("nd,nd->d", values, values) / count)
-    values /= scale
-    eigenvalues, turned = np.linalg.eigh(values @ values.T)
-    # Directions without variance cannot predict and have no unit vector.
-    kept = eigenvalues > max(eigenvalues[-1], 1.0) * count * np.finfo(float).eps
-    eigenvalues = eigenvalues[kept]
-    vectors = values.T @ (turned[:, kept] / np.sqrt(eigenvalues))
-    return Basis(mean, scale, eigenvalues, vectors, count)
-
-
-def _scale(variance: Array) -> Array:
-    # Values were scaled to variance 1 over all rows: below 1e-10 only rounding is left.
-    scale: Array = np.where(variance > 1e-10, np.sqrt(np.maximum(variance, 0.0)), 1.0)
-    return scale
+    def _add_loose(self, gram_DD: Array, held_A: Array) -> None:
+        """Add the parts that keep their rows; or all of them, less those that are not held."""
+        held = self._loose[held_A[self._loose] > 0]
+        if not len(held):
+            return
+        lacking = self._loose[held_A[self._loose] == 0]
+        rows, missing = self._rows_of(held), None
+        if len(lacking):
+            missing = self._rows_of(lacking)
+            if len(missing) >= len(rows):
+                gram_DD += self._product(rows)
+                return
+        if self._all_loose_DD is None:
+            self._all_loose_DD = self._product(self._rows_of(self._loose))
+        gram_DD += self._all_loose_DD
+        if missing is not None:
+            gram_DD -= self._product(missing)

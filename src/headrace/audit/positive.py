@@ -19,12 +19,16 @@ from headrace.audit.records import CHANNELS, ControlRecord, Figure
 from headrace.audit.resample import holm
 from headrace.audit.synthetic_embeddings import knowledge_of_panel, plant
 from headrace.audit.tables import FigureMaker
+from headrace.audit.verdict import excuse
 from headrace.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
+
+    from headrace.audit.boundary import Contrast
+    from headrace.audit.records import Channel
 
 
 def positive_control(
@@ -61,21 +65,29 @@ def positive_control(
     narrow = project(values, config.twin_max_dimension, config.seed)
     measured = measure(plant(narrow, panel, knowledge, rng), layout, twin=True, tables=False)
     gains = reference_gains(measured, reference, layout)
-    results = {}
+    results: dict[Channel, tuple[Contrast, Contrast]] = {}
     for channel, gain in gains.items():
         try:
-            results[channel] = channel_contrast(gain, layout, channel, cutoff_session)
+            results[channel] = (
+                channel_contrast(gain, layout, channel, cutoff_session),
+                channel_contrast(
+                    measured.skill[channel].deviation, layout, channel, cutoff_session
+                ),
+            )
         except DataError:
             continue
-    adjusted = holm([result.p_value for result in results.values()])
+    adjusted = holm([over.p_value for over, _ in results.values()])
     make = FigureMaker(stack=stack)
     figures: dict[str, Figure] = {
-        channel: make.contamination(result, layout, channel, p, "as the models").contrast
-        for (channel, result), p in zip(results.items(), adjusted, strict=True)
+        channel: make.contamination(pair, layout, channel, p, "as the models").contrast
+        for (channel, pair), p in zip(results.items(), adjusted, strict=True)
     }
     return ControlRecord(
         cutoff=cutoff,
         planted_share=share,
-        detected=any(p <= config.level for p in adjusted),
+        detected=any(
+            p <= config.level and not excuse(over.contrast.value, own.p_value)
+            for (over, own), p in zip(results.values(), adjusted, strict=True)
+        ),
         contrasts=figures,
     )

@@ -106,7 +106,7 @@ def run_arms(
         windows=plan.windows,
         consume=consume,
         penalties=penalties,
-        segment=plan.segment,
+        parts=plan.parts,
     )
     return [score.arm() for score in scores]
 
@@ -195,7 +195,7 @@ def evaluation_leakage(
         windows=seen_unseen.plan.windows,
         consume=consume,
         penalties=penalties,
-        segment=seen_unseen.plan.segment,
+        parts=seen_unseen.plan.parts,
     )
     gain = seen / count - unseen
     product = 2.0 * (gain - gain.mean()) * (target - target.mean())

@@ -143,7 +143,8 @@ class ContaminationRecord:
     """Covariance gain over the reference, as a share of var(y), around a model's cutoff.
 
     ``contrast`` = ``before`` - ``after``, one-sided. ``detectable`` is the contrast that
-    would have been seen with 80% probability. ``reference`` names what was subtracted.
+    would have been seen with 80% probability. ``reference`` names what was subtracted. ``own``
+    is the contrast of the model's predictions alone: without p < 0.2 there nothing is claimed.
     """
 
     channel: Channel
@@ -152,6 +153,7 @@ class ContaminationRecord:
     contrast: Figure
     detectable: float | None
     reference: str
+    own: Figure | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,21 +1,21 @@
-"""Ridge regression of many targets on one embedding, fold after fold, all penalties at once.
+"""Ridge regression of many targets on one embedding, fold after fold, penalties chosen inside.
 
-Owns the solver behind every audit figure. One eigendecomposition of a training set serves all
-penalties and all targets: the observed target and its copies moved against the dates are solved
-together. The invariant: a column's prediction depends on its own training rows alone, its
+Owns the estimator behind every audit figure. Training sets are put together from parts that are
+summed once, and all targets are solved together: the observed one and its copies moved against
+the dates. The invariant: a column's prediction depends on its own training rows alone, its
 penalty included, exactly as if it had been fitted by itself. It knows nothing of dates.
 
 The estimator: embedding and features standardised by the mean and standard deviation of the
 training rows, target centred there; penalties 10 ... 1e6 on the summed squared error, and
 "constant only" (an infinite penalty); the penalty with the least squared error over inner
 validation windows, chosen for each column. Features may differ from column to column (they
-move with their target), so they enter through a Schur complement beside the fixed embedding.
+move with their target).
 
 A missing target counts as the mean where it would be trained on or choose a penalty, and is
 not scored.
 
-Shape legend: n rows, D embedding dimensions, R rank of a training set, P features,
-K = 1 + P (a target and its features), M target columns, A penalties.
+Shape legend: n rows, D embedding dimensions, P features, K = 1 + P (a target and its features),
+M target columns, L penalties, W windows, B training sets of a batch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from headrace.audit.gram import Basis, GramBook, decompose
+from headrace.audit.gram import GramBook, Parts, cut_rows
+from headrace.audit.ridge import CrossBook, Heads, Training, without_gaps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
 
 PENALTIES = (1e1, 1e2, 1e3, 1e4, 1e5, 1e6, np.inf)
 ESTIMATOR_VERSION = "ridge-nested/1"
-_CHUNK_BYTES = 96 << 20
+_CHUNK_BYTES = 512 << 20  # of cross products
+_BATCH_BYTES = 64 << 20  # of Gram matrices
 
 
 class Targets(Protocol):
@@ -116,184 +118,128 @@ class Predictions:
     penalty: Array
 
 
-@dataclass(frozen=True)
-class _Sums:
-    """Cross products of a set of rows, for a slice of columns."""
-
-    cross_DKM: Array  # X'[y, F]
-    sums_KM: Array
-    squares_KKM: Array  # [y, F]'[y, F]
-
-    def minus(self, other: _Sums) -> _Sums:
-        return _Sums(
-            self.cross_DKM - other.cross_DKM,
-            self.sums_KM - other.sums_KM,
-            self.squares_KKM - other.squares_KKM,
-        )
-
-
-def _sums(book: GramBook, targets: Targets, rows: Rows, columns: slice) -> _Sums:
-    block = np.nan_to_num(targets.block(rows, columns), nan=0.0)
-    width = block.shape[2]
-    flat = block.transpose(1, 0, 2).reshape(len(rows), -1)
-    cross = (book.values[rows].T @ flat).reshape(book.dimension, -1, width)
-    squares = np.einsum("jnm,knm->jkm", block, block)
-    return _Sums(cross, block.sum(axis=1), squares)
-
-
-@dataclass(frozen=True)
-class _Heads:
-    """Fitted coefficients of every penalty, before one is chosen."""
-
-    basis: Basis
-    target_RM: Array  # V'Z'y
-    features_RPM: Array  # V'Z'F
-    feature_mean_PM: Array
-    feature_scale_PM: Array
-    feature_gram_MPP: Array
-    feature_target_MP: Array
-    constant_M: Array
-
-    def coefficients(self, penalty_M: Array) -> tuple[Array, Array]:
-        """Embedding ``(R, M)`` and feature ``(P, M)`` coefficients, a finite penalty a column."""
-        shrink = 1.0 / (self.basis.eigenvalues[:, None] + penalty_M[None, :])
-        target = shrink * self.target_RM
-        if self.features_RPM.shape[1] == 0:
-            return target, np.zeros((0, target.shape[1]))
-        # Block ridge: eliminate the embedding, solve the P x P complement, substitute back.
-        features = shrink[:, None, :] * self.features_RPM
-        gram = self.feature_gram_MPP - np.einsum("rpm,rqm->mpq", self.features_RPM, features)
-        gram += penalty_M[:, None, None] * np.eye(gram.shape[1])
-        right = self.feature_target_MP - np.einsum("rpm,rm->mp", self.features_RPM, target)
-        beta = np.linalg.solve(gram, right[..., None])[..., 0].T
-        return target - np.einsum("rpm,pm->rm", features, beta), beta
-
-    def predict(self, coordinates_nR: Array, features_PnM: Array, penalty_M: Array) -> Array:
-        """``(n, M)`` deviations from the training mean."""
-        finite = np.isfinite(penalty_M)
-        if not finite.any():
-            return np.zeros((len(coordinates_nR), len(penalty_M)))
-        gamma, beta = self.coefficients(np.where(finite, penalty_M, 1.0))
-        out = coordinates_nR @ gamma
-        if len(beta):
-            scaled = (features_PnM - self.feature_mean_PM[:, None]) / self.feature_scale_PM[:, None]
-            out += np.einsum("pnm,pm->nm", np.nan_to_num(scaled, nan=0.0), beta)
-        out[:, ~finite] = 0.0
-        return out
-
-    def loss(self, moments: tuple[Array, Array], sums: _Sums, count: int, penalty: float) -> Array:
-        """``(M,)`` squared error on rows known by their sums alone.
-
-        The sum of ``(y - c - x'u - f'v)^2`` expanded, so that many validation rows cost no more
-        than few.
-        """
-        squares, totals = sums.squares_KKM, sums.sums_KM
-        if np.isinf(penalty):
-            c = self.constant_M
-            plain: Array = squares[0, 0] - 2 * c * totals[0] + count * c**2
-            return plain
-        gamma, beta = self.coefficients(np.full(len(self.constant_M), penalty))
-        u = (self.basis.vectors_DR @ gamma) / self.basis.scale[:, None]
-        v = beta / self.feature_scale_PM
-        c = self.constant_M - self.basis.mean @ u - (self.feature_mean_PM * v).sum(axis=0)
-        total, gram = moments
-        fitted_sum = total @ u + (v * totals[1:]).sum(axis=0)
-        with_target = (u * sums.cross_DKM[:, 0]).sum(axis=0) + (v * squares[0, 1:]).sum(axis=0)
-        quadratic = (u * (gram @ u)).sum(axis=0)
-        if len(v):
-            quadratic += 2 * np.einsum("dm,dpm,pm->m", u, sums.cross_DKM[:, 1:], v)
-            quadratic += np.einsum("pm,pqm,qm->m", v, squares[1:, 1:], v)
-        linear = -2 * c * totals[0] - 2 * with_target + 2 * c * fitted_sum
-        loss: Array = squares[0, 0] + linear + quadratic + count * c**2
-        return loss
-
-
-def _heads(basis: Basis, sums: _Sums) -> _Heads:
-    count = basis.num_rows
-    mean_KM = sums.sums_KM / count
-    centred = sums.cross_DKM - basis.mean[:, None, None] * sums.sums_KM[None]
-    centred /= basis.scale[:, None, None]
-    turned = np.tensordot(basis.vectors_DR.T, centred, axes=1)
-    covariance = sums.squares_KKM - count * mean_KM[:, None] * mean_KM[None]
-    num_features = len(mean_KM) - 1
-    scale = np.ones((num_features, mean_KM.shape[1]))
-    for p in range(num_features):
-        variance = np.maximum(covariance[p + 1, p + 1] / count, 0.0)
-        scale[p] = np.where(variance > 1e-24, np.sqrt(variance), 1.0)
-    features = covariance[1:, 1:] / (scale[:, None] * scale[None])
-    return _Heads(
-        basis=basis,
-        target_RM=turned[:, 0],
-        features_RPM=turned[:, 1:] / scale[None],
-        feature_mean_PM=mean_KM[1:],
-        feature_scale_PM=scale,
-        feature_gram_MPP=features.transpose(2, 0, 1),
-        feature_target_MP=(covariance[1:, 0] / scale).T,
-        constant_M=mean_KM[0],
-    )
+def _chunks(targets: Targets, num_parts: int, dimension: int) -> list[slice]:
+    """Columns whose cross products fit in memory together; almost always all of them."""
+    per_column = 8 * num_parts * (1 + targets.num_features) * dimension
+    step = max(1, _CHUNK_BYTES // max(1, per_column))
+    starts = range(0, targets.num_columns, step)
+    return [slice(start, min(start + step, targets.num_columns)) for start in starts]
 
 
 class _Solver:
-    """Decompositions and cross products, each made once and reused."""
+    """Training sets of a plan for a slice of columns."""
 
-    def __init__(self, book: GramBook, targets: Targets, shared: set[int]) -> None:
-        self.book, self.targets = book, targets
-        width = 1 + targets.num_features
-        per_column = 8 * (width * book.num_rows + width * book.dimension)
-        step = max(1, _CHUNK_BYTES // per_column)
-        starts = range(0, targets.num_columns, step)
-        self.chunks = [slice(a, min(a + step, targets.num_columns)) for a in starts]
-        self._all = np.arange(book.num_rows)
-        self._totals: dict[int, _Sums] = {}
-        self._shared = shared
-        self._bases: dict[int, Basis] = {}
-        self._last: tuple[Rows, Basis] | None = None
+    def __init__(self, book: GramBook, targets: Targets, parts: Parts, columns: slice) -> None:
+        self._book, self._targets, self._parts, self._columns = book, targets, parts, columns
+        self._cross = CrossBook(book, targets, parts, columns)
 
-    def basis(self, rows: Rows) -> Basis:
-        """Of a training set; the last one and those that a fold and a window share are kept."""
-        if id(rows) in self._bases:
-            return self._bases[id(rows)]
-        if self._last is not None and self._last[0] is rows:
-            return self._last[1]
-        basis = decompose(self.book, rows)
-        self._last = (rows, basis)
-        if id(rows) in self._shared:
-            self._bases[id(rows)] = basis
-        return basis
+    def batches(self, trains: Sequence[Rows]) -> list[list[int]]:
+        """Positions in ``trains`` by batch; wide or short sets go alone."""
+        size = max(1, _BATCH_BYTES // (24 * self._book.dimension**2))
+        batches: list[list[int]] = []
+        alone = False
+        for position, train in enumerate(trains):
+            short = len(train) <= self._book.dimension
+            if not batches or short or len(batches[-1]) >= size or alone:
+                batches.append([])
+            alone = short
+            batches[-1].append(position)
+        return batches
 
-    def sums(self, rows: Rows, columns: slice) -> _Sums:
-        mask = np.ones(self.book.num_rows, dtype=bool)
-        mask[rows] = False
-        others = np.flatnonzero(mask)
-        if len(others) >= len(rows):
-            return _sums(self.book, self.targets, rows, columns)
-        if columns.start not in self._totals:
-            self._totals[columns.start] = _sums(self.book, self.targets, self._all, columns)
-        return self._totals[columns.start].minus(_sums(self.book, self.targets, others, columns))
+    def training(self, trains: Sequence[Rows]) -> Training:
+        """A batch, standardised."""
+        return Training(self._book, self._cross, self._parts, self._parts.find(trains))
 
-    def window_losses(
-        self, train: Rows, validation: Rows, penalties: Array, columns: slice
+    def window_losses(self, windows: Sequence[tuple[Rows, Rows]], penalties: Array) -> Array:
+        """``(W, L, M)`` squared errors of every window under every penalty."""
+        width = self._columns.stop - self._columns.start
+        losses_WLM = np.zeros((len(windows), len(penalties), width))
+        by_train: dict[int, list[int]] = {}
+        for w, (train, _) in enumerate(windows):
+            by_train.setdefault(id(train), []).append(w)
+        asked = list(by_train.values())
+        trains = [windows[group[0]][0] for group in asked]
+        for batch in self.batches(trains):
+            training = self.training([trains[position] for position in batch])
+            members = [w for position in batch for w in asked[position]]
+            owner = np.repeat(np.arange(len(batch)), [len(asked[position]) for position in batch])
+            validations = [windows[w][1] for w in members]
+            losses_WLM[members] = self._losses(training, owner, validations, penalties)
+        return losses_WLM
+
+    def _losses(
+        self, training: Training, owner: Rows, validations: Sequence[Rows], penalties: Array
     ) -> Array:
-        """``(A, M)`` squared errors of one window."""
-        basis = self.basis(train)
-        heads = _heads(basis, self.sums(train, columns))
-        width = columns.stop - columns.start
-        count, dimension = len(validation), self.book.dimension
-        # Multiplications of either way, a penalty counted six times.
-        by_rows = count * len(basis.eigenvalues) * (dimension + 6 * width)
-        by_sums = count * dimension * width + 12 * dimension**2 * width
-        if by_sums < by_rows:
-            moments = self.book.moments(validation)
-            sums = _sums(self.book, self.targets, validation, columns)
-            return np.stack([heads.loss(moments, sums, count, penalty) for penalty in penalties])
-        block = np.nan_to_num(self.targets.block(validation, columns), nan=0.0)
-        error = block[0] - heads.constant_M
-        coordinates = basis.coordinates(self.book.values[validation])
-        losses = []
-        for penalty in penalties:
-            fitted = heads.predict(coordinates, block[1:], np.full(width, penalty))
-            losses.append(((error - fitted) ** 2).sum(axis=0))
-        return np.stack(losses)
+        mean_WM = training.target_mean_BM[owner]
+        sets = self._parts.find(validations)
+        sums, count_W = self._cross.of(sets), self._parts.counts_S[sets]
+        y_WM, yy_WM = sums.totals_BKM[:, 0], sums.squares_BKKM[:, 0, 0]
+        losses = np.empty((len(validations), len(penalties), mean_WM.shape[1]))
+        finite = np.flatnonzero(np.isfinite(penalties))
+        losses[:] = (yy_WM - 2 * mean_WM * y_WM + count_W[:, None] * mean_WM**2)[:, None]
+        by_rows = bool((count_W < self._book.dimension).all())
+        heads = [training.heads(penalties[position]) for position in finite]
+        if by_rows:
+            for w, rows in enumerate(validations):
+                block_KnM = without_gaps(self._targets.block(rows, self._columns))
+                values_nD = self._book.values[rows]
+                for position, head in zip(finite, heads, strict=True):
+                    fitted_nM = values_nD @ head.u_BMD[owner[w]].T + head.constant_BM[owner[w]]
+                    for p, feature_nM in enumerate(block_KnM[1:]):
+                        fitted_nM += feature_nM * head.v_BMP[owner[w], :, p]
+                    losses[w, position] = ((block_KnM[0] - fitted_nM) ** 2).sum(axis=0)
+            return losses
+        # The sum of (y - c - x'u - f'v)^2 expanded: many rows cost no more than few.
+        total_WD, gram_WDD = self._book.sums(sets), self._book.grams(sets)
+        width = mean_WM.shape[1]
+        for position, head in zip(finite, heads, strict=True):
+            u_WMD, c_WM = head.u_BMD[owner], head.constant_BM[owner]
+            v_WPM = head.v_BMP[owner].transpose(0, 2, 1)
+            fitted = (u_WMD @ total_WD[:, :, None])[..., 0]
+            product = (u_WMD * sums.cross_BQD[:, :width]).sum(axis=2)
+            square = ((u_WMD @ gram_WDD) * u_WMD).sum(axis=2)
+            for p in range(v_WPM.shape[1]):
+                own = slice((1 + p) * width, (2 + p) * width)
+                fitted += v_WPM[:, p] * sums.totals_BKM[:, 1 + p]
+                product += v_WPM[:, p] * sums.squares_BKKM[:, 0, 1 + p]
+                square += 2 * v_WPM[:, p] * (u_WMD * sums.cross_BQD[:, own]).sum(axis=2)
+            square += np.einsum("wpm,wpqm,wqm->wm", v_WPM, sums.squares_BKKM[:, 1:, 1:], v_WPM)
+            linear = 2 * c_WM * (fitted - y_WM) - 2 * product
+            losses[:, position] = yy_WM + linear + square + count_W[:, None] * c_WM**2
+        return losses
+
+    def predict(self, folds: Sequence[Fold], chosen_FM: Array) -> list[tuple[Array, Array]]:
+        """Deviations ``(n, M)`` and training means ``(M,)`` of every fold."""
+        trains = [fold.train for fold in folds]
+        found = [
+            (np.zeros((len(fold.test), len(mean_M))), mean_M)
+            for fold, mean_M in zip(folds, self._cross.means(self._parts.find(trains)), strict=True)
+        ]
+        fitted = np.flatnonzero(np.isfinite(chosen_FM).any(axis=1))
+        for batch in self.batches([trains[f] for f in fitted]):
+            training = self.training([trains[fitted[position]] for position in batch])
+            for b, position in enumerate(batch):
+                f = int(fitted[position])
+                deviation, mean_M = found[f]
+                for penalty in np.unique(chosen_FM[f][np.isfinite(chosen_FM[f])]):
+                    columns = np.flatnonzero(chosen_FM[f] == penalty)
+                    head = training.heads(float(penalty), only=b, columns=columns)
+                    fitted_nM = self._fitted(training, head, b, folds[f].test, columns)
+                    deviation[:, columns] = fitted_nM - mean_M[columns]
+        return found
+
+    def _fitted(
+        self, training: Training, head: Heads, b: int, rows: Rows, columns: NDArray[np.intp]
+    ) -> Array:
+        fitted_nM: Array = self._book.values[rows] @ head.u_BMD[0].T + head.constant_BM[0]
+        if self._targets.num_features:
+            block_KnM = self._targets.block(rows, self._columns)[1:, :, columns]
+            for p, feature_nM in enumerate(block_KnM):
+                # A missing feature counts as the training mean.
+                mean_M = training.feature_mean_BPM[b, p, columns]
+                filled_nM = np.where(np.isnan(feature_nM), mean_M, feature_nM)
+                fitted_nM += filled_nM * head.v_BMP[0, :, p]
+        return fitted_nM
 
 
 def nested_ridge(
@@ -304,7 +250,7 @@ def nested_ridge(
     windows: Sequence[tuple[Rows, Rows]],
     consume: Callable[[Predictions], None],
     penalties: Sequence[float] = PENALTIES,
-    segment: NDArray[np.intp] | None = None,
+    parts: Parts | None = None,
 ) -> None:
     """Fit every fold for every column and hand the test predictions to ``consume``.
 
@@ -312,48 +258,41 @@ def nested_ridge(
         book: the embedding.
         targets: what is predicted.
         folds: training and test rows; ``windows`` of a fold choose its penalties.
-        windows: inner (training, validation) rows. Windows in a row, and folds, that hold the
-            *same* training array share its decomposition.
+        windows: inner (training, validation) rows; those that hold the *same* training array
+            share its factors.
         consume: called for each fold and slice of columns; predictions are not kept.
         penalties: candidates; ``numpy.inf`` is "constant only". With one candidate, or a fold
             without windows, nothing is chosen and the last candidate is used.
-        segment: ``(n,)`` parts that training sets are mostly made of, for speed alone.
+        parts: :func:`plan_parts` of ``folds`` and ``windows``, where it is at hand.
     """
-    if segment is not None:
-        book.cut(segment)
-    shared = {id(fold.train) for fold in folds} & {id(train) for train, _ in windows}
-    solver = _Solver(book, targets, shared)
+    parts = parts or plan_parts(book.num_rows, folds, windows)
+    book.cut(parts)
     grid = np.asarray(penalties, dtype=np.float64)
-    loss_WAM = np.zeros((len(windows), len(grid), targets.num_columns))
-    if len(grid) > 1:
-        for w, (train, validation) in enumerate(windows):
-            for columns in solver.chunks:
-                loss_WAM[w, :, columns] = solver.window_losses(train, validation, grid, columns)
-    for f, fold in enumerate(folds):
-        # Ties go to the stronger penalty: the flipped order makes argmin see it first.
-        total = loss_WAM[list(fold.windows)].sum(axis=0)[::-1]
-        chosen = grid[::-1][np.argmin(total, axis=0)]
-        fitted = not np.isinf(chosen).all()
-        if fitted:
-            basis = solver.basis(fold.train)
-            coordinates = basis.coordinates(book.values[fold.test])
-        for columns in solver.chunks:
-            block = targets.block(fold.test, columns)
-            if fitted:
-                heads = _heads(basis, solver.sums(fold.train, columns))
-                deviation = heads.predict(coordinates, block[1:], chosen[columns])
-                constant = heads.constant_M
-            else:
-                train = np.nan_to_num(targets.block(fold.train, columns)[0], nan=0.0)
-                deviation, constant = np.zeros(block.shape[1:]), train.mean(axis=0)
+    for columns in _chunks(targets, len(parts.members), book.dimension):
+        solver = _Solver(book, targets, parts, columns)
+        losses_WLM = np.zeros((len(windows), len(grid), columns.stop - columns.start))
+        if len(grid) > 1:
+            losses_WLM = solver.window_losses(windows, grid)
+        chosen_FM = np.empty((len(folds), losses_WLM.shape[2]))
+        for chosen_M, fold in zip(chosen_FM, folds, strict=True):
+            # Ties go to the stronger penalty: the flipped order makes argmin see it first.
+            total = losses_WLM[list(fold.windows)].sum(axis=0)[::-1]
+            chosen_M[:] = grid[::-1][np.argmin(total, axis=0)]
+        for f, (deviation, mean_M) in enumerate(solver.predict(folds, chosen_FM)):
             consume(
                 Predictions(
                     fold=f,
-                    rows=fold.test,
+                    rows=folds[f].test,
                     columns=columns,
                     deviation=deviation,
-                    constant=constant,
-                    target=block[0],
-                    penalty=chosen[columns],
+                    constant=mean_M,
+                    target=targets.block(folds[f].test, columns)[0],
+                    penalty=chosen_FM[f],
                 )
             )
+
+
+def plan_parts(num_rows: int, folds: Sequence[Fold], windows: Sequence[tuple[Rows, Rows]]) -> Parts:
+    """Parts of which all training and validation sets are unions."""
+    sets = [fold.train for fold in folds] + [rows for window in windows for rows in window]
+    return cut_rows(num_rows, sets)

@@ -88,7 +88,7 @@ def purged_skill(
         windows=plan.windows,
         consume=consume,
         penalties=penalties,
-        segment=plan.segment,
+        parts=plan.parts,
     )
     correlations = sums.value()
     return Skill(

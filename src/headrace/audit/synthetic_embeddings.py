@@ -71,10 +71,13 @@ def _date_encoding(
 
 def _network(inputs_nH: Array, dimension: int, rng: np.random.Generator) -> Array:
     """Two random layers, no training: ``(n, D)``, unit variance in every dimension."""
-    bias = 0.3 * rng.standard_normal(2 * _H)
-    hidden = np.tanh(inputs_nH @ (rng.standard_normal((_H, 2 * _H)) / 12.0) + bias)
-    out = np.tanh(hidden @ (rng.standard_normal((2 * _H, dimension)) / 8.0))
-    scaled: Array = out / out.std(axis=0)
+    bias, first, second = (
+        rng.standard_normal(shape, dtype=np.float32) * np.float32(scale)
+        for shape, scale in (((2 * _H,), 0.3), ((_H, 2 * _H), 1 / 12), ((2 * _H, dimension), 1 / 8))
+    )
+    hidden = np.tanh(inputs_nH.astype(np.float32) @ first + bias)
+    out = np.tanh(hidden @ second)
+    scaled: Array = out / out.std(axis=0, dtype=np.float64)
     return scaled
 
 

@@ -152,9 +152,15 @@ class FigureMaker:
         )  # fmt: skip
 
     def contamination(
-        self, result: Contrast, layout: Layout, channel: Channel, adjusted: float, reference: str
+        self,
+        pair: tuple[Contrast, Contrast],
+        layout: Layout,
+        channel: Channel,
+        adjusted: float,
+        reference: str,
     ) -> ContaminationRecord:
-        """Both sides of the cutoff and their contrast."""
+        """Both sides of the cutoff; ``pair``: over the reference, and of the predictions alone."""
+        result, own = pair
         protocol = layout.purged[channel].protocol
         unit = "dates" if channel == "common" else "rows"
         contrast = replace(
@@ -171,6 +177,11 @@ class FigureMaker:
             contrast=contrast,
             detectable=result.detectable(layout.config.level),
             reference=reference,
+            own=replace(
+                self.of_estimate(own.contrast, protocol, n_unit=unit),
+                p_value=own.p_value,
+                note="the model's predictions alone, nothing subtracted",
+            ),
         )
 
     def periods(

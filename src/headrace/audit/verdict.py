@@ -154,14 +154,17 @@ def judge(evidence: Evidence) -> Judgement:
     )
 
 
-def _excuse(evidence: Evidence, channel: Channel) -> str:
-    """Why a significant contrast is no claim, or ""."""
-    if evidence.contrast_share[channel] < LEAST_SHARE:
+def excuse(share: float, own_p: float) -> str:
+    """Why a significant contrast of ``share`` of var(y) is no claim, or ""."""
+    if share < LEAST_SHARE:
         return f"it is less than {LEAST_SHARE:g}"
-    own = evidence.contrast_own_p.get(channel, 0.0)
-    if own >= OWN_LEVEL:
-        return f"the model's own predictions do not fall at the cutoff (p = {own:.2g})"
+    if own_p >= OWN_LEVEL:
+        return f"the model's own predictions do not fall at the cutoff (p = {own_p:.2g})"
     return ""
+
+
+def _excuse(evidence: Evidence, channel: Channel) -> str:
+    return excuse(evidence.contrast_share[channel], evidence.contrast_own_p.get(channel, 0.0))
 
 
 def _unidentified(evidence: Evidence) -> str:

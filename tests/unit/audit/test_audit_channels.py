@@ -54,16 +54,6 @@ def test_a_column_is_the_whole_matrix_moved_against_the_dates(drawn):
         np.testing.assert_array_equal(block[:, column], moved[view.unit, view.session])
 
 
-def test_gathering_once_or_every_time_gives_the_same(drawn, monkeypatch):
-    view = level_view(drawn.panel, OFFSETS)
-    rows = np.arange(0, len(view.session), 3)
-    kept = view.targets.block(rows, slice(1, 3))
-    monkeypatch.setattr("headrace.audit.channels._KEPT_BYTES", 0)
-    fresh = level_view(drawn.panel, OFFSETS)
-    np.testing.assert_array_equal(kept, fresh.targets.block(rows, slice(1, 3)))
-    assert kept.shape == (4, len(rows), 2)
-
-
 def test_books_hold_the_embedding_of_their_channel(drawn):
     panel, values = drawn.panel, drawn.embedding.astype(float)
     rows = panel.embedded_rows

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from sklearn.linear_model import Ridge
 
-from headrace.audit.gram import GramBook
+from headrace.audit.gram import GramBook, cut_rows
 from headrace.audit.regress import PENALTIES, ArrayTargets, Fold, nested_ridge
 
 
@@ -104,21 +104,24 @@ def test_many_columns_are_solved_in_slices_with_the_same_result(monkeypatch):
         return got
 
     (whole,) = fit()
-    monkeypatch.setattr("headrace.audit.regress._CHUNK_BYTES", 10_000)
+    monkeypatch.setattr("headrace.audit.regress._CHUNK_BYTES", 2_000)
     parts = fit()
     assert len(parts) > 3
     sliced = np.concatenate([part.deviation for part in parts], axis=1)
     np.testing.assert_allclose(sliced, whole.deviation, rtol=0, atol=1e-12)
 
 
-def test_gram_by_subtraction_equals_the_direct_one_for_large_means():
+def test_gram_of_parts_equals_the_direct_one_for_large_means():
     rng = np.random.default_rng(1)
     x = rng.standard_normal((300, 8)) + 1e4
     book = GramBook(x)
-    rows = np.arange(250)
-    total, gram = book.moments(rows)
-    np.testing.assert_allclose(total, book.values[rows].sum(axis=0), atol=1e-8)
-    np.testing.assert_allclose(gram, book.values[rows].T @ book.values[rows], atol=1e-8)
+    sets = [np.arange(250), np.arange(100, 300), np.array([3, 260])]
+    parts = cut_rows(300, sets)
+    book.cut(parts)
+    position = parts.find(sets)
+    for rows, total, gram in zip(sets, book.sums(position), book.grams(position), strict=True):
+        np.testing.assert_allclose(total, book.values[rows].sum(axis=0), atol=1e-8)
+        np.testing.assert_allclose(gram, book.values[rows].T @ book.values[rows], atol=1e-8)
 
 
 def test_a_dimension_without_variance_changes_nothing():
