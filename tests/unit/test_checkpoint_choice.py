@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from headrace.errors import CheckpointError
-from headrace.store import checkpoint
+from headrace.store import folders
 from headrace.store.checkpoint import (
     latest_checkpoint,
     list_checkpoints,
@@ -53,7 +53,7 @@ def test_partly_written_checkpoint_is_passed_over(tmp_path, saved, caplog, victi
         path.write_bytes(path.read_bytes()[: -1 if damage == "truncated" else 0])
     # The record's last byte is a line end, without which it is still whole.
     harmless = victim == "headrace.json" and damage == "truncated"
-    with caplog.at_level(logging.WARNING, logger="headrace.store.checkpoint"):
+    with caplog.at_level(logging.WARNING, logger="headrace.store.folders"):
         assert latest_checkpoint(tmp_path) == (newest if harmless else previous)
     if not harmless:
         assert [str(newest) in message for message in caplog.messages] == [True]
@@ -78,8 +78,8 @@ def test_bytes_changed_on_the_disk(tmp_path, saved):
 
 def test_older_format_is_refused(tmp_path, saved):
     path = save(tmp_path, *saved, 1)
-    record = json.loads((path / checkpoint.RECORD).read_text())
-    (path / checkpoint.RECORD).write_text(json.dumps(record | {"format_version": 0}))
+    record = json.loads((path / folders.RECORD).read_text())
+    (path / folders.RECORD).write_text(json.dumps(record | {"format_version": 0}))
     with pytest.raises(CheckpointError, match="format version 0"):
         load_checkpoint(path, *fresh())
 
@@ -126,7 +126,7 @@ def test_pruning_that_was_killed(tmp_path, saved, monkeypatch):
     """Renamed before it is emptied: what is left never counts, and the next save clears it."""
     for step in (1, 2):
         save(tmp_path, *saved, step)
-    monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda *args, **kwargs: None)
+    monkeypatch.setattr(folders.shutil, "rmtree", lambda *args, **kwargs: None)
     prune_checkpoints(tmp_path, keep=1)
     monkeypatch.undo()
     assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-2"]

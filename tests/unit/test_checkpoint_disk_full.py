@@ -3,12 +3,12 @@
 import errno
 import os
 import resource
+import shutil
 
 import pytest
 
 from disk_operations import announce_operations
 from headrace.errors import CheckpointError
-from headrace.store import checkpoint
 from headrace.store.checkpoint import (
     export_pretrained,
     find_problem,
@@ -61,7 +61,7 @@ def test_disk_full_at_any_operation_of_a_save(tmp_path, saved, monkeypatch):
         if found != previous:  # the rename was done: the folder is complete
             assert found.name == "checkpoint-2"
             assert find_problem(found) is None
-            checkpoint.shutil.rmtree(found)
+            shutil.rmtree(found)
         assert find_problem(previous) is None
         left = {path.name for path in (tmp_path / "run").iterdir()} - {"checkpoint-1"}
         assert left == set()

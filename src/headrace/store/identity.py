@@ -10,13 +10,14 @@ import json
 from typing import TYPE_CHECKING
 
 from headrace.errors import CheckpointError
+from headrace.store.folders import RECORD
 from headrace.store.safetensors_io import (
     describe_tensors,
     read_index,
     read_weight_map,
     tensor_names,
 )
-from headrace.store.shards import optimizer_tensors, weight_groups
+from headrace.store.shards import described_weights, optimizer_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from headrace.models.spec import ModelSpec
     from headrace.store.state import ModelState
 
-_RECORD = "headrace.json"
-
 
 def check_same_model(path: Path, spec: ModelSpec, state: ModelState) -> None:
     """Refuse a complete checkpoint of another model, other sizes or another choice to train.
@@ -36,9 +35,9 @@ def check_same_model(path: Path, spec: ModelSpec, state: ModelState) -> None:
     Raises:
         CheckpointError: naming tensors that differ.
     """
-    carried = set(json.loads((path / _RECORD).read_text()).get("carried", ()))
+    carried = set(json.loads((path / RECORD).read_text()).get("carried", ()))
     weights = {name: file for name, file in read_index(path).items() if name not in carried}
-    _check_set(path, weights, (g.described for g in weight_groups(spec.weight_names, state)))
+    _check_set(path, weights, (described_weights(spec.weight_names, unit) for unit in state.units))
     _check_set(path, read_optimizer_index(path), map(optimizer_tensors, state.units))
 
 

@@ -46,52 +46,100 @@ def write_file(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[s
     Raises:
         CheckpointError: the disk is full or not writable.
     """
-    write_stream(path, tensors, tensors.values(), metadata)
+    with StreamWriter(path, tensors, metadata) as writer:
+        for tensor in tensors.values():
+            writer.write(tensor)
 
 
-def write_stream(
-    path: Path,
-    described: Mapping[str, torch.Tensor],
-    tensors: Iterable[torch.Tensor],
-    metadata: dict[str, str],
-) -> None:
-    """Write tensors that are made while the file is written.
+class StreamWriter:
+    """Writes the tensors of one file one after another, as they are made.
 
-    Args:
-        path: the file.
-        described: types and shapes by name; the data may be on the meta device.
-        tensors: the data, in the same order.
-        metadata: of the header.
-
-    Raises:
-        CheckpointError: the disk is full or not writable.
+    The file is flushed to the disk when the block ends well.
     """
-    header: dict[str, object] = {"__metadata__": metadata}
-    offset = 0
-    for name, tensor in described.items():
-        header[name] = {
-            "dtype": _DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, offset + tensor.nbytes],
-        }
-        offset += tensor.nbytes
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)  # data starts at a multiple of 8 bytes
-    try:
-        with path.open("wb") as file:
-            file.write(len(encoded).to_bytes(8, "little"))
-            file.write(encoded)
-            for wanted, tensor in zip(described.values(), tensors, strict=True):
-                assert (tensor.dtype, tensor.shape) == (wanted.dtype, wanted.shape)
-                flat = tensor.cpu().contiguous().reshape(-1)
-                file.write(flat.view(torch.uint8).numpy().data)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise CheckpointError(
-            f"could not write {path}: {error.strerror}; {offset} bytes were to be written",
-            remedy="free space or choose another output_dir; earlier checkpoints are untouched",
-        ) from error
+
+    def __init__(
+        self, path: Path, described: Mapping[str, torch.Tensor], metadata: dict[str, str]
+    ) -> None:
+        """Open the file and write its header.
+
+        Args:
+            path: the file.
+            described: types and shapes by name, in order; the data may be on the meta device.
+            metadata: of the header.
+
+        Raises:
+            CheckpointError: the disk is full or not writable.
+        """
+        header: dict[str, object] = {"__metadata__": metadata}
+        offset = 0
+        for name, tensor in described.items():
+            header[name] = {
+                "dtype": _DTYPES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [offset, offset + tensor.nbytes],
+            }
+            offset += tensor.nbytes
+        encoded = json.dumps(header, separators=(",", ":")).encode()
+        encoded += b" " * (-len(encoded) % 8)  # data starts at a multiple of 8 bytes
+        self._path = path
+        self._num_bytes = offset
+        self._wanted = list(described.values())[::-1]
+        with self._writing():
+            self._file = path.open("wb")
+        try:
+            with self._writing():
+                self._file.write(len(encoded).to_bytes(8, "little"))
+                self._file.write(encoded)
+        except CheckpointError:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.finish()
+        self.close()
+
+    def write(self, tensor: torch.Tensor) -> None:
+        """Write the next tensor.
+
+        Raises:
+            CheckpointError: the disk is full or not writable.
+        """
+        wanted = self._wanted.pop()
+        assert (tensor.dtype, tensor.shape) == (wanted.dtype, wanted.shape)
+        flat = tensor.cpu().contiguous().reshape(-1)
+        with self._writing():
+            self._file.write(flat.view(torch.uint8).numpy().data)
+
+    def finish(self) -> None:
+        """Flush the file, which must have all its tensors, to the disk and close it.
+
+        Raises:
+            CheckpointError: the disk is full or not writable.
+        """
+        assert not self._wanted, "tensors are missing"
+        with self._writing(), self._file:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file as it is."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(
+                f"could not write {self._path}: {error.strerror}; {self._num_bytes} bytes were to "
+                "be written",
+                remedy="free space or choose another output_dir; earlier checkpoints are untouched",
+            ) from error
 
 
 def sync_directory(path: Path) -> None:

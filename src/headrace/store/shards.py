@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
-from headrace.store.safetensors_io import write_stream
+from headrace.store.safetensors_io import StreamWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     import torch
 
     from headrace.store.conversion import WeightNames
-    from headrace.store.state import ModelState, UnitState
+    from headrace.store.snapshot import StateSource
+    from headrace.store.state import UnitState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,33 +42,34 @@ class TensorGroup:
         return sum(tensor.nbytes for tensor in self.described.values())
 
 
-def weight_groups(names: WeightNames, state: ModelState) -> list[TensorGroup]:
+def weight_groups(names: WeightNames, source: StateSource) -> list[TensorGroup]:
     """The weights of every unit in the form of the model's checkpoints."""
-    return [_weights_of(names, unit) for unit in state.units]
+    return [_weights_of(names, source, index) for index in range(len(source.described))]
 
 
-def _weights_of(names: WeightNames, unit: UnitState) -> TensorGroup:
+def _weights_of(names: WeightNames, source: StateSource, index: int) -> TensorGroup:
     def make() -> Mapping[str, torch.Tensor]:
+        unit = source.unit(index)
         return names.to_checkpoint({p.name: unit.stored(p) for p in unit.layout.params})
 
-    described = names.to_checkpoint(
-        {p.name: unit.stored(p, described=True) for p in unit.layout.params}
-    )
+    described = described_weights(names, source.described[index])
     return TensorGroup(described=described, make=make)
 
 
-def optimizer_groups(state: ModelState) -> list[TensorGroup]:
+def described_weights(names: WeightNames, unit: UnitState) -> dict[str, torch.Tensor]:
+    """What a checkpoint holds of a unit's weights, on the meta device."""
+    return names.to_checkpoint({p.name: unit.stored(p, described=True) for p in unit.layout.params})
+
+
+def optimizer_groups(source: StateSource) -> list[TensorGroup]:
     """The optimizer's planes of every unit, by parameter name."""
-    groups = []
-    for unit in state.units:
-        tensors = optimizer_tensors(unit)
-        groups.append(
-            TensorGroup(
-                described={name: tensor.to("meta") for name, tensor in tensors.items()},
-                make=lambda tensors=tensors: tensors,  # type: ignore[misc]  # bound here
-            )
+    return [
+        TensorGroup(
+            described={n: tensor.to("meta") for n, tensor in optimizer_tensors(unit).items()},
+            make=lambda index=index: optimizer_tensors(source.unit(index)),  # type: ignore[misc]  # bound here
         )
-    return groups
+        for index, unit in enumerate(source.described)
+    ]
 
 
 def optimizer_tensors(unit: UnitState) -> dict[str, torch.Tensor]:
@@ -91,19 +93,73 @@ def write_shards(
     Raises:
         CheckpointError: the disk is full or not writable.
     """
-    shards = list(_filled(groups, shard_bytes))
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        name = f"{stem}.safetensors"
-        if len(shards) > 1:
-            name = f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors"
-        described = {n: tensor for group in shard for n, tensor in group.described.items()}
-        write_stream(folder / name, described, _made(shard), {"format": "pt"})
-        weight_map |= dict.fromkeys(described, name)
-    if len(shards) > 1:
-        total = sum(group.num_bytes for group in groups)
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        write_json(folder / f"{stem}.safetensors.index.json", index)
+    with ShardWriter(folder, stem, groups, shard_bytes=shard_bytes) as writer:
+        for _ in groups:
+            writer.write_next()
+
+
+class ShardWriter:
+    """Writes groups in order, one at each call; the index, if one is needed, at the end."""
+
+    def __init__(
+        self, folder: Path, stem: str, groups: Sequence[TensorGroup], *, shard_bytes: int
+    ) -> None:
+        """Plan the files of ``groups``; nothing is written yet."""
+        self._folder = folder
+        self._stem = stem
+        self._groups = groups
+        self._next = 0
+        self._open: StreamWriter | None = None
+        shards = list(_filled(groups, shard_bytes))
+        self._files: dict[int, tuple[str, list[TensorGroup]]] = {}  # by its first group's id
+        self.weight_map: dict[str, str] = {}
+        for number, shard in enumerate(shards, 1):
+            name = f"{stem}.safetensors"
+            if len(shards) > 1:
+                name = f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors"
+            self._files[id(shard[0])] = (name, shard)
+            self.weight_map |= {n: name for group in shard for n in group.described}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            if self._open is not None:
+                self._open.close()
+
+    def write_next(self) -> None:
+        """Make and write the next group.
+
+        Raises:
+            CheckpointError: the disk is full or not writable.
+        """
+        group = self._groups[self._next]
+        self._next += 1
+        if id(group) in self._files:
+            if self._open is not None:
+                self._open.finish()
+            name, shard = self._files[id(group)]
+            described = {n: tensor for part in shard for n, tensor in part.described.items()}
+            self._open = StreamWriter(self._folder / name, described, {"format": "pt"})
+        if not group.described:
+            return
+        assert self._open is not None
+        tensors = group.make()
+        for name in group.described:
+            self._open.write(tensors[name])
+
+    def _finish(self) -> None:
+        assert self._next == len(self._groups), "groups are missing"
+        if self._open is not None:
+            self._open.finish()
+        if len(self._files) > 1:
+            total = sum(group.num_bytes for group in self._groups)
+            index = {"metadata": {"total_size": total}, "weight_map": self.weight_map}
+            write_json(self._folder / f"{self._stem}.safetensors.index.json", index)
 
 
 def _filled(groups: Sequence[TensorGroup], shard_bytes: int) -> Iterator[list[TensorGroup]]:
@@ -117,13 +173,6 @@ def _filled(groups: Sequence[TensorGroup], shard_bytes: int) -> Iterator[list[Te
             shard = []
         shard.append(group)
     yield shard
-
-
-def _made(shard: Sequence[TensorGroup]) -> Iterator[torch.Tensor]:
-    for group in shard:
-        tensors = group.make()
-        for name in group.described:
-            yield tensors[name]
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from headrace.store.layout import ParamSpec, UnitLayout
+    from headrace.store.snapshot import Snapshot
 
 StateDtype = Literal["bfloat16", "float32"]
 
@@ -71,6 +72,20 @@ class UnitState:
         self.arrays: HostArrays | None = None
         if not on_device:
             self.arrays = HostArrays(weights, remainder, exp_avg, exp_avg_sq)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all planes, alignment included."""
+        planes = (self.weights, self.remainder, self.exp_avg, self.exp_avg_sq)
+        return sum(plane.nbytes for plane in planes if plane is not None)
+
+    def copy(self) -> UnitState:
+        """The same values in memory of their own."""
+        remainder = None if self.remainder is None else self.remainder.clone()
+        moments = self.exp_avg.clone(), self.exp_avg_sq.clone()
+        return UnitState(
+            self.layout, self.weights.clone(), remainder, *moments, on_device=self.on_device
+        )
 
     def master(self, param: ParamSpec) -> torch.Tensor:
         """A float32 copy of a parameter's master weight, in its shape."""
@@ -217,6 +232,7 @@ class ModelState:
         self.dtype: StateDtype = dtype
         self.layouts = tuple(layouts)
         self.optimizer_step = 0  # updates applied; the t of the bias correction
+        self.snapshot: Snapshot | None = None  # of a save that is being written
         device = torch.device(device)
         if not 0 <= device_units <= len(self.layouts):
             raise ConfigError(
@@ -261,6 +277,11 @@ class ModelState:
         """Zeroed state for a model; see the class for the arguments."""
         return cls(spec.units, dtype, device=device, device_units=device_units)
 
+    def before_update(self, unit: int) -> None:
+        """Called before a unit's planes change; waits for a snapshot that still needs them."""
+        if (snapshot := self.snapshot) is not None:
+            snapshot.before_update(unit)
+
     @property
     def state_bytes(self) -> int:
         """Bytes of master weights and moments, alignment not counted."""
@@ -275,12 +296,7 @@ class ModelState:
     @property
     def allocated_bytes(self) -> int:
         """Bytes that weights and moments really take, alignment included."""
-        on_device = sum(
-            plane.nbytes
-            for unit in self.units[: self.device_units]
-            for plane in (unit.weights, unit.remainder, unit.exp_avg, unit.exp_avg_sq)
-            if plane is not None
-        )
+        on_device = sum(unit.num_bytes for unit in self.units[: self.device_units])
         return self._sent.num_bytes + self._kept.num_bytes + on_device
 
     def close(self) -> None:
