@@ -4,7 +4,9 @@ Byte-level BPE never merges across the pieces its pre-tokenizer cuts, and every 
 pre-tokenizer cuts (a) before a space that a visible character follows and (b) after a single
 line feed between visible characters (a longer run is cut differently at a text's end). So a
 text is cut there first, and the ids of each piece are remembered: the same words come again
-and again.
+and again. A piece that is met for the first time is cut on by the pre-tokenizer's own pattern
+where that can be had for printable ASCII, and the ids of its parts are remembered too:
+``(word`` and ``word,`` are new when ``word`` is not.
 
 :class:`ReferenceEncoder` is the library itself. :func:`make_encoder` gives the fast one only
 for tokenizers whose parts are known to cut there, and the fast one compares itself with the
@@ -20,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
     from tokenizers import Tokenizer
@@ -48,6 +50,7 @@ _SPACE_PARTS = (
     r"[\r\n]*",
     r"[\r\n/]*",
 )
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 class Encoder(Protocol):
@@ -81,21 +84,53 @@ def _ended(ids: NDArray[np.int32], eos: int) -> NDArray[np.int32]:
 
 
 class _Remembered(dict[str, bytes]):
-    """Ids of pieces as int32 bytes; pieces are looked up as ``prefix + key``."""
+    """Ids of pieces as int32 bytes; pieces are looked up as ``prefix + key``.
 
-    def __init__(self, tokenizer: Tokenizer, prefix: str) -> None:
+    Two generations of at most ``_REMEMBERED`` pieces: what is used goes on into the next one.
+    """
+
+    def __init__(self, encode: Callable[[str], bytes], prefix: str = "") -> None:
         super().__init__()
-        self._tokenizer = tokenizer
+        self._encode = encode
         self._prefix = prefix
+        self._older: dict[str, bytes] = {}
 
     def __missing__(self, piece: str) -> bytes:
-        encoded = self._tokenizer.encode(self._prefix + piece, add_special_tokens=False)
-        ids = np.array(encoded.ids, dtype=np.int32).tobytes()
+        ids = self._older.get(piece)
+        if ids is None:
+            ids = self._encode(self._prefix + piece)
         if len(piece) <= _LONGEST:
             if len(self) >= _REMEMBERED:
+                self._older = dict(self)
                 self.clear()
             self[piece] = ids
         return ids
+
+
+class _Words:
+    """Ids of one piece from those of the words that the pre-tokenizer cuts it into."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        parts = json.loads(tokenizer.to_str())
+        self._find = _word_expression(parts)
+        # Tokens that are found in a text before it is cut into words.
+        contents = [t["content"] for t in parts.get("added_tokens") or [] if not t.get("special")]
+        self._added = re.compile("|".join(map(re.escape, contents))) if contents else None
+        self._ids = _Remembered(self._library)
+
+    def _library(self, text: str) -> bytes:
+        encoded = self._tokenizer.encode(text, add_special_tokens=False)
+        return np.array(encoded.ids, dtype=np.int32).tobytes()
+
+    def encode(self, piece: str) -> bytes:
+        """Ids of a piece, as the library gives them."""
+        if self._find is None or not piece.isascii() or not piece.isprintable():
+            return self._library(piece)
+        words = self._find(piece)
+        if len(words) < 2 or "".join(words) != piece or (self._added and self._added.search(piece)):
+            return self._library(piece)
+        return b"".join(map(self._ids.__getitem__, words))
 
 
 class PieceEncoder:
@@ -104,8 +139,9 @@ class PieceEncoder:
     def __init__(self, tokenizer: Tokenizer, eos_token_id: int) -> None:
         """Remember nothing yet; the first texts are compared with the reference."""
         self._reference = ReferenceEncoder(tokenizer, eos_token_id)
-        self._first = _Remembered(tokenizer, "")
-        self._spaced = _Remembered(tokenizer, " ")
+        words = _Words(tokenizer)
+        self._first = _Remembered(words.encode)
+        self._spaced = _Remembered(words.encode, " ")
         around = tokenizer.encode("", add_special_tokens=True).ids
         self._before = np.array(around, dtype=np.int32).tobytes()
         self._after = np.int32(eos_token_id).tobytes()
@@ -191,9 +227,34 @@ def _cuts_at_spaces(parts: dict[str, Any]) -> bool:
             return False
     if not _only_adds_around(parts.get("post_processor")):
         return False
-    pre = parts.get("pre_tokenizer") or {}
-    steps = pre.get("pretokenizers", []) if pre.get("type") == "Sequence" else [pre]
+    steps = _steps(parts)
     return bool(steps) and all(map(_step_cuts, steps)) and any(map(_step_splits, steps))
+
+
+def _steps(parts: dict[str, Any]) -> list[dict[str, Any]]:
+    pre = parts.get("pre_tokenizer") or {}
+    return pre.get("pretokenizers", []) if pre.get("type") == "Sequence" else [pre]
+
+
+def _word_expression(parts: dict[str, Any]) -> Callable[[str], list[str]] | None:
+    """What cuts printable ASCII as the pre-tokenizer does; ``None`` where that is not known."""
+    cutting = [step for step in _steps(parts) if step["type"] == "Digits" or _step_splits(step)]
+    if len(cutting) != 1 or cutting[0]["type"] == "Digits":
+        return None
+    pattern = _GPT2 if cutting[0]["type"] == "ByteLevel" else cutting[0]["pattern"]["Regex"]
+    # In ASCII these classes are ranges, inside a set of characters and outside of one.
+    pattern = re.sub(r"\[[^\]]*\]", lambda m: _ranges(m[0], "{}"), pattern)
+    pattern = _ranges(pattern, "[{}]")
+    try:
+        expression = re.compile(pattern)
+    except re.error:
+        return None
+    return None if r"\p" in pattern or expression.groups else expression.findall
+
+
+def _ranges(pattern: str, form: str) -> str:
+    letters, digits = form.format("A-Za-z"), form.format("0-9")
+    return pattern.replace(r"\p{L}", letters).replace(r"\p{N}", digits)
 
 
 def _only_adds_around(post: dict[str, Any] | None) -> bool:

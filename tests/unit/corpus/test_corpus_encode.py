@@ -22,7 +22,7 @@ from tokenizers import (
 )
 
 from headrace.corpus.config import TokenizerSettings
-from headrace.corpus.encode import PieceEncoder, ReferenceEncoder, make_encoder
+from headrace.corpus.encode import PieceEncoder, ReferenceEncoder, _Remembered, make_encoder
 from headrace.corpus.tokenizer import (
     adopt_tokenizer,
     end_of_sequence,
@@ -96,11 +96,12 @@ words = st.sampled_from(
     ]
 )
 mixed = st.lists(words | spaces, max_size=40).map("".join)
+printable = st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=40)
 
 
 @pytest.mark.parametrize("name", PATTERNS)
 @settings(max_examples=120)
-@given(texts=st.lists(mixed | st.text(max_size=40), min_size=1, max_size=4))
+@given(texts=st.lists(mixed | printable | st.text(max_size=40), min_size=1, max_size=4))
 def test_pieces_give_the_library_s_tokens(name: str, texts: list[str]) -> None:
     tokenizer = TOKENIZERS[name]
     fast = make_encoder(tokenizer, 0)
@@ -109,6 +110,30 @@ def test_pieces_give_the_library_s_tokens(name: str, texts: list[str]) -> None:
     expected = ReferenceEncoder(tokenizer, 0).encode(texts)
     for got, wanted in zip(fast.encode(texts), expected, strict=True):
         assert np.array_equal(got, wanted)
+
+
+@settings(max_examples=60)
+@given(texts=st.lists(st.sampled_from(["<tool>", "x<tool>y", "(<tool>)", "tool"]), max_size=6))
+def test_added_tokens_are_found_inside_pieces(texts: list[str]) -> None:
+    tokenizer = make_tokenizer(QWEN)
+    tokenizer.add_tokens([AddedToken("<tool>", normalized=False)])
+    fast = make_encoder(tokenizer, 0)
+    assert isinstance(fast, PieceEncoder)
+    fast._num_checked = 10**9
+    joined = [" ".join(texts)]
+    expected = ReferenceEncoder(tokenizer, 0).encode(joined)
+    assert np.array_equal(fast.encode(joined)[0], expected[0])
+
+
+def test_pieces_of_an_older_generation_are_not_encoded_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("headrace.corpus.encode._REMEMBERED", 4)
+    asked: list[str] = []
+    remembered = _Remembered(lambda piece: asked.append(piece) or piece.encode())
+    for piece in ["a", "b", "c", "d", "e", "a", "b", "f", "a", "b", "g", "a"]:
+        assert remembered[piece] == piece.encode()
+    assert asked == ["a", "b", "c", "d", "e", "f", "g"]
 
 
 def test_every_document_ends_and_spelled_ends_are_text() -> None:
