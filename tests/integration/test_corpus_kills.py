@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -10,15 +11,12 @@ import signal
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from headrace.corpus.manifest import Manifest
 from headrace.errors import ConfigError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 NUM_KILLS = 30
 WORDS = ["river", "mill", "wheel", "stone", "ledger", "price", "wheat", "rye", "frost", "gauge"]
@@ -59,20 +57,34 @@ def recipe(tmp_path: Path) -> Path:
         "cutoffs: {a: 2013-12-31, b: 2016-12-31}\n"
         "tokenizer: {train: bpe, vocab_size: 300}\n"
         "shard_bytes: 40kB\n"
-        "num_workers: 1\n"
         "output_dir: unset\n"
         f"sources: [{{name: s, type: jsonl, path: {source}, available_at: date}}]\n"
     )
     return path
 
 
-def start(script: Path, recipe: Path, output: Path) -> subprocess.Popen[str]:
+def start(script: Path, recipe: Path, output: Path, num_workers: int = 1) -> subprocess.Popen[str]:
+    words = [f"output_dir={output}", f"num_workers={num_workers}"]
     return subprocess.Popen(
-        [sys.executable, str(script), str(recipe), f"output_dir={output}"],
+        [sys.executable, str(script), str(recipe), *words],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "CORPUS_KILLS": str(script),
+        },
     )
+
+
+def running(script: Path) -> list[int]:
+    """Processes of a killed build that are still there (its own, its fork server, workers)."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if f"CORPUS_KILLS={script}".encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found
 
 
 @pytest.mark.slow
@@ -91,7 +103,7 @@ def test_thirty_kills_give_identical_bytes(tmp_path: Path, recipe: Path) -> None
 
     killed, output, kills = random.Random(1), tmp_path / "killed", 0
     while kills < NUM_KILLS:
-        process = start(script, recipe, output)
+        process = start(script, recipe, output, num_workers=1 + 2 * (kills % 2))
         assert process.stdout is not None
         process.stdout.readline()
         try:
@@ -100,6 +112,10 @@ def test_thirty_kills_give_identical_bytes(tmp_path: Path, recipe: Path) -> None
             process.send_signal(signal.SIGKILL)
             process.wait()
             kills += 1
+            patience = time.perf_counter() + 10
+            while running(script) and time.perf_counter() < patience:
+                time.sleep(0.02)
+            assert running(script) == []  # no worker outlives its build
         else:
             assert code == 0
         process.stdout.close()
@@ -113,7 +129,7 @@ def test_thirty_kills_give_identical_bytes(tmp_path: Path, recipe: Path) -> None
             # Start from nothing again, or the other kills would meet finished pieces only.
             for name in (output, tmp_path / "killed.work"):
                 subprocess.run(["rm", "-rf", str(name)], check=True)
-    process = start(script, recipe, output)
+    process = start(script, recipe, output, num_workers=2)
     assert process.wait() == 0
     assert process.stdout is not None
     process.stdout.close()

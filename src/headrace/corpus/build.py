@@ -11,10 +11,11 @@ import errno
 import shutil
 from contextlib import contextmanager
 from datetime import UTC, date, datetime
-from os import getpid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headrace.corpus.calendars import EDGAR
+from headrace.corpus.config import rule_for
 from headrace.corpus.duplicates import (
     REASON_OF_KIND,
     SAME_ID,
@@ -27,7 +28,7 @@ from headrace.corpus.files import remove_temporaries, sole_user
 from headrace.corpus.instants import DAY_US, end_of_day, format_instant
 from headrace.corpus.jobs import UnitJob, prepare, run_unit
 from headrace.corpus.plan import Plan, make_plan
-from headrace.corpus.pool import Pool, default_num_workers, workers
+from headrace.corpus.pool import Pool, default_num_workers, warm_up, workers
 from headrace.corpus.progress import Progress, ProgressCallback
 from headrace.corpus.publish import check_output, write_failure
 from headrace.corpus.rejections import (
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from headrace.corpus.config import CorpusConfig, Executor
     from headrace.corpus.manifest import Manifest
 
-_WORKER_BYTES = 24 << 20  # less input than this a process is not worth starting one
+_WORKER_BYTES = 8 << 20  # less input than this a process is not worth starting one
 
 
 def build_corpus(
@@ -77,7 +78,7 @@ def build_corpus(
     try:
         with sole_user(work):
             remove_temporaries(work)
-            planned = make_plan(config, work)
+            planned = make_plan(config, work, lambda size: _start_server(config, size))
             return _Build(config, planned, progress or (lambda _: None), today).run()
     except OSError as error:
         if error.errno in {errno.ENOSPC, errno.EDQUOT}:
@@ -86,6 +87,19 @@ def build_corpus(
                 remedy="free space and run again; what is done is kept",
             ) from error
         raise
+
+
+def _num_workers(config: CorpusConfig, num_bytes: int) -> int:
+    most = min(default_num_workers(), max(1, num_bytes // _WORKER_BYTES))
+    return config.num_workers or most
+
+
+def _start_server(config: CorpusConfig, num_bytes: int) -> None:
+    """Import what workers need while this process hashes the inputs."""
+    if config.executor is None and _num_workers(config, num_bytes) > 1:
+        calendars = {rule_for(config, source).calendar for source in config.sources}
+        slow = ["exchange_calendars"] if calendars - {None, EDGAR} else []
+        warm_up(run_unit.__module__, *slow)
 
 
 def _cluster(executor: Executor, values: dict[str, Any], work: Path) -> Pool:
@@ -142,10 +156,7 @@ class _Build:
             yield _cluster(executor, values, self._config.work_path)
             return
         num_bytes = sum(unit.num_bytes for unit in self._plan.units)
-        num_workers = self._config.num_workers or min(
-            default_num_workers(), max(1, num_bytes // _WORKER_BYTES)
-        )
-        with workers(num_workers, prepare, values, getpid()) as pool:
+        with workers(_num_workers(self._config, num_bytes), prepare, values) as pool:
             yield pool
 
     def _pass_units(self, pool: Pool) -> None:

@@ -5,9 +5,6 @@ Prepared once a process; the passes keep their zones, calendars, tables and toke
 
 from __future__ import annotations
 
-import ctypes
-import os
-import signal
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +19,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from headrace.corpus.sources.units import Unit
-
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,20 +51,13 @@ class _State:
 _STATE = _State()
 
 
-def prepare(values: dict[str, Any], parent: int | None = None) -> None:
+def prepare(values: dict[str, Any]) -> None:
     """Called once in every worker, and in this process when there is only one.
 
     Args:
         values: the configuration.
-        parent: the process that this one must not outlive, if it is a worker of a pool.
     """
     single_threaded()
-    if parent is not None and os.getpid() != parent:
-        # A worker that outlives a killed parent would write beside the next run.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
     _STATE.config = CorpusConfig.model_validate(values)
     _STATE.unit_passes = {}
     _STATE.token_pass = None

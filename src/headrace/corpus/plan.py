@@ -50,7 +50,7 @@ from headrace.corpus.unit_pass import unit_key
 from headrace.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 RULE_VERSIONS: Mapping[str, int] = {
     "readers": READER_VERSION,
@@ -191,8 +191,15 @@ class Plan:
                     shutil.rmtree(place, ignore_errors=True)
 
 
-def make_plan(config: CorpusConfig, work: Path) -> Plan:
+def make_plan(
+    config: CorpusConfig, work: Path, on_listed: Callable[[int], None] | None = None
+) -> Plan:
     """List and hash the inputs, cut them into units, and refuse wrong settings early.
+
+    Args:
+        config: the corpus.
+        work: where pieces are.
+        on_listed: called with the bytes of all inputs before they are hashed.
 
     Raises:
         ConfigError: a path, index, calendar, entities file or tokenizer is wrong.
@@ -203,6 +210,8 @@ def make_plan(config: CorpusConfig, work: Path) -> Plan:
     entities_file = config.checks.future_mentions.entities_file
     entities = load_entities(Path(entities_file) if entities_file else None)
     listed = {source.name: _list_inputs(config, source, work) for source in config.sources}
+    if on_listed is not None:
+        on_listed(sum(path.stat().st_size for files in listed.values() for _, path in files))
     hashes = FileHashes(work / "files.json")
     files: dict[str, list[InputFile]] = {}
     units: list[Unit] = []

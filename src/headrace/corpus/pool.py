@@ -1,13 +1,19 @@
 """Work spread over processes, one unit a time each; results in the order of the jobs.
 
-Workers are spawned, never forked, and die with the parent. With one worker everything runs in
-this process, which is what small corpora and tests want.
+Workers come from a fork server: a process without threads that imports what all of them need
+once, so that a worker starts in milliseconds. This process itself is never forked, and no worker
+outlives it. With one worker everything runs in this process, which is what small corpora and
+tests want.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.connection
+import multiprocessing.forkserver
 import os
+import signal
+import threading
 from collections import deque
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -74,6 +80,15 @@ class Workers:
         return job
 
 
+def warm_up(*modules: str) -> None:
+    """Let the fork server start and import ``modules``; returns at once.
+
+    A server that runs already stays as it is: its workers import what they miss.
+    """
+    multiprocessing.get_context("forkserver").set_forkserver_preload([__name__, *modules])
+    multiprocessing.forkserver.ensure_running()
+
+
 @contextmanager
 def workers(num_workers: int, prepare: Callable[..., None], *arguments: Any) -> Iterator[Workers]:
     """Workers for the length of a block; ``prepare(*arguments)`` is called in each."""
@@ -81,14 +96,41 @@ def workers(num_workers: int, prepare: Callable[..., None], *arguments: Any) -> 
         prepare(*arguments)
         yield Workers(None, 1)
         return
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    # Only this process holds the writing end: the kernel closes it however this process ends.
+    ours_to_read, ours_to_close = context.Pipe(duplex=False)
     executor = ProcessPoolExecutor(
-        num_workers, mp_context=context, initializer=prepare, initargs=arguments
+        num_workers,
+        mp_context=context,
+        initializer=_begin,
+        initargs=(ours_to_read, prepare, arguments),
     )
     try:
         yield Workers(executor, num_workers)
     finally:
         executor.shutdown(wait=True, cancel_futures=True)
+        ours_to_close.close()
+        ours_to_read.close()
+
+
+def _begin(
+    parent: multiprocessing.connection.Connection,
+    prepare: Callable[..., None],
+    arguments: tuple[Any, ...],
+) -> None:
+    """In a worker: tie its life to the parent's, then prepare it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
+    threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
+    prepare(*arguments)
+
+
+def _die_with(parent: multiprocessing.connection.Connection) -> None:
+    """Wait for the end of ``parent``, to which nothing is ever sent, and end this process.
+
+    A worker that outlives a killed build would write beside the next one.
+    """
+    parent.poll(None)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def default_num_workers() -> int:

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from headrace.corpus.document import RawDocument, Rejection
 from headrace.corpus.sources.rows import row_document, wanted_fields
-from headrace.corpus.sources.units import UNIT_BYTES, InputFile, Part
+from headrace.corpus.sources.units import InputFile, Part, unit_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,18 +28,19 @@ _BATCH_ROWS = 256
 def split_parquet(file: InputFile) -> Iterator[tuple[int, int, int]]:
     """Runs of row groups of about a unit's size; a file that cannot be read is one range."""
     try:
-        metadata = pq.ParquetFile(file.path).metadata
+        metadata = pq.read_metadata(file.path)
     except (pa.ArrowException, OSError):
         yield 0, -1, file.num_bytes
         return
     sizes = [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
-    if sum(sizes) < UNIT_BYTES or len(sizes) < 2:
+    wanted = unit_bytes(sum(sizes))
+    if sum(sizes) < 2 * wanted or len(sizes) < 2:
         yield 0, -1, file.num_bytes
         return
     start, held = 0, 0
     for index, size in enumerate(sizes):
         held += size
-        if held >= UNIT_BYTES or index == len(sizes) - 1:
+        if held >= wanted or index == len(sizes) - 1:
             yield start, index + 1, held
             start, held = index + 1, 0
 

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from headrace.corpus.source_config import BaseSource
 
 UNIT_BYTES = 32 << 20
-_BATCH_BYTES = 8 << 20
+_PIECES_A_FILE = 16  # of a file smaller than this many units: enough for some cores to share
+_SMALLEST = 8  # times smaller than UNIT_BYTES is the least worth a folder of its own
 _HASH_BYTES = 4 << 20
 
 
@@ -263,15 +264,23 @@ def plan_units(source: BaseSource, files: Iterable[InputFile], split: Splitter) 
         batch_bytes += file.num_bytes
         # A cut that depends on the name where it falls: a file added elsewhere leaves it there.
         cut_here = hashlib.sha256(file.name.encode(errors="surrogateescape")).digest()[0] % 8 == 0
-        if batch_bytes >= UNIT_BYTES or (batch_bytes >= _BATCH_BYTES and cut_here):
+        if batch_bytes >= UNIT_BYTES or (batch_bytes >= UNIT_BYTES // _SMALLEST and cut_here):
             close()
     close()
     return units
 
 
+def unit_bytes(num_bytes: int) -> int:
+    """The size of the units that a file of ``num_bytes`` is cut into.
+
+    It depends on the file alone: adding a file changes no other file's units.
+    """
+    return max(UNIT_BYTES // _SMALLEST, min(UNIT_BYTES, num_bytes // _PIECES_A_FILE))
+
+
 def byte_ranges(num_bytes: int) -> Iterator[tuple[int, int, int]]:
-    """Ranges of about ``UNIT_BYTES`` for a file that can be read from any byte."""
-    count = max(1, round(num_bytes / UNIT_BYTES))
+    """Ranges of about :func:`unit_bytes` for a file that can be read from any byte."""
+    count = max(1, round(num_bytes / unit_bytes(num_bytes)))
     if count == 1:
         yield 0, -1, num_bytes
         return
