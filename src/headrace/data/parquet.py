@@ -1,4 +1,4 @@
-"""Text and token rows of Parquet files, a record batch at a time.
+"""Text and token rows of Parquet parts, a record batch at a time.
 
 Checks whole columns at once and names the row at fault. Reads only the columns it needs.
 Does not choose files and does not tokenise.
@@ -11,10 +11,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from headrace.batch import IGNORE_INDEX
-from headrace.data.rows import MAX_ID, TokenChunk, bad_row, check_ignored, check_label_count
+from headrace.data.parts import parquet_batches, parquet_columns
+from headrace.data.rows import (
+    MAX_ID,
+    TokenChunk,
+    bad_row,
+    check_ignored,
+    check_label_count,
+    month_of,
+)
 from headrace.errors import DataError
 
 if TYPE_CHECKING:
@@ -23,47 +30,43 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from headrace.data.parts import Part
+
 CHUNK_ROWS = 1024
 
 
-def _batches(file: Path, columns: list[str]) -> Iterator[tuple[int, Any]]:
+def _batches(part: Part, columns: list[str]) -> Iterator[tuple[int, Any]]:
     """``(first row, record batch)``; only columns that the file has are read."""
-    try:
-        with pq.ParquetFile(file) as parquet:
-            names = parquet.schema_arrow.names
-            if columns[0] not in names:
-                have = ", ".join(map(repr, names))
-                raise DataError(
-                    f"{file} has no column {columns[0]!r} (it has {have})",
-                    remedy="set type: and text_field: of this dataset to what the file holds",
-                )
-            wanted = [name for name in columns if name in names]
-            if twice := [name for name in wanted if names.count(name) > 1]:
-                raise DataError(
-                    f"{file} has {names.count(twice[0])} columns named {twice[0]!r}",
-                    remedy="keep one of them",
-                )
-            first = 0
-            for batch in parquet.iter_batches(batch_size=CHUNK_ROWS, columns=wanted):
-                yield first, batch
-                first += batch.num_rows
-    except (pa.ArrowException, OSError) as error:  # damaged pages are an OSError
+    names = parquet_columns(part.path)
+    if columns[0] not in names:
+        have = ", ".join(map(repr, names))
         raise DataError(
-            f"{file} cannot be read as Parquet ({error})", remedy="write the file again"
-        ) from error
+            f"{part.file} has no column {columns[0]!r} (it has {have})",
+            remedy="set type: and text_field: of this dataset to what the file holds",
+        )
+    wanted = [name for name in columns if name in names]
+    if twice := [name for name in wanted if names.count(name) > 1]:
+        raise DataError(
+            f"{part.file} has {names.count(twice[0])} columns named {twice[0]!r}",
+            remedy="keep one of them",
+        )
+    yield from parquet_batches(part, wanted, CHUNK_ROWS)
 
 
 def _first_null(column: Any) -> int:
     return int(column.is_null().to_numpy(zero_copy_only=False).argmax())
 
 
-def parquet_texts(file: Path, field: str) -> Iterator[list[str]]:
-    """Chunks of the texts of one file.
+def parquet_texts(
+    part: Part, field: str, date_field: str | None = None
+) -> Iterator[tuple[list[str], npt.NDArray[np.int32] | None]]:
+    """Chunks of the texts of a part, with the month of each where dates are asked for.
 
     Raises:
         DataError: naming the column or row at fault.
     """
-    for first, batch in _batches(file, [field]):
+    file = part.path
+    for first, batch in _batches(part, [field, *_given(date_field)]):
         column = batch.column(field)
         kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
         if not any(
@@ -90,16 +93,41 @@ def parquet_texts(file: Path, field: str) -> Iterator[list[str]]:
                 f"{file}: rows from {first}: {field!r} holds bytes that are not UTF-8 ({error})",
                 remedy="write the file again with text in UTF-8",
             ) from error
-        yield texts
+        yield texts, _months(file, first, batch, date_field)
 
 
-def parquet_tokens(file: Path) -> Iterator[TokenChunk]:
-    """Chunks of the token rows of one file.
+def _given(date_field: str | None) -> list[str]:
+    return [] if date_field is None else [date_field]
+
+
+def _months(
+    file: Path, first: int, batch: Any, date_field: str | None
+) -> npt.NDArray[np.int32] | None:
+    if date_field is None:
+        return None
+    if date_field not in batch.schema.names:
+        raise DataError(
+            f"{file} has no column {date_field!r}",
+            remedy="set date_field: of this dataset to the column of the date, or remove it",
+        )
+    values = batch.column(date_field).to_pylist()
+    return np.array(
+        [
+            month_of(f"{file}: row {row}", date_field, value)
+            for row, value in enumerate(values, first)
+        ],
+        np.int32,
+    )
+
+
+def parquet_tokens(part: Part, date_field: str | None = None) -> Iterator[TokenChunk]:
+    """Chunks of the token rows of a part.
 
     Raises:
         DataError: naming the column or row at fault.
     """
-    for first, batch in _batches(file, ["input_ids", "labels"]):
+    file = part.path
+    for first, batch in _batches(part, ["input_ids", "labels", *_given(date_field)]):
         if not batch.num_rows:
             continue
         ids, lengths = _flat_lists(file, first, batch.column("input_ids"), "input_ids", lowest=0)
@@ -115,7 +143,12 @@ def parquet_tokens(file: Path) -> Iterator[TokenChunk]:
                     f"{file}: row {first + row}", int(label_lengths[row]), int(lengths[row])
                 )
             check_ignored(f"{file}: rows from {first}", labels)
-        yield TokenChunk(input_ids=ids, lengths=lengths, labels=labels)
+        yield TokenChunk(
+            input_ids=ids,
+            lengths=lengths,
+            labels=labels,
+            months=_months(file, first, batch, date_field),
+        )
 
 
 def _flat_lists(

@@ -1,36 +1,49 @@
-"""Rows of data files, in a fixed order, with their place in every complaint.
+"""What an entry of ``datasets:`` says: where rows lie and what a row becomes.
 
-Owns which files a ``path`` means and how a row is checked. Files are taken in the order of
-their names and rows in the order of the file, so the same input always gives the same
-documents. A row that cannot be used stops the reading and is named by file and line (row for
-Parquet); nothing is skipped in silence. Does not tokenise and keeps at most one chunk of rows
-in memory.
+Owns the keys of an entry and what of them decides tokens (:meth:`DatasetSource.recipe`). Names
+are axolotl's and TRL's where they have one. Reads no file.
 """
 
 from __future__ import annotations
 
-import glob
-import gzip
-import json
-import zlib
-from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal, cast
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
-import numpy as np
+from headrace.errors import ConfigError
 
-from headrace.data.parquet import parquet_texts, parquet_tokens
-from headrace.data.rows import TokenChunk, bad_row, checked_ids, checked_labels
-from headrace.errors import DataError
+RowType = Literal[
+    "text", "tokens", "messages", "prompt_completion", "alpaca", "instruction", "segments"
+]
+# Types that a chat template renders; prompt_completion only where its columns hold messages.
+CHAT_TYPES = ("messages", "instruction")
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import numpy.typing as npt
-
-SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".parquet")
-CHUNK_ROWS = 1024
-_CHUNK_CHARACTERS = 8 << 20
+# Where a key has an effect; a key set elsewhere would be ignored, and is refused.
+_ONLY_FOR: dict[str, tuple[str, ...]] = {
+    "text_field": ("text",),
+    "field_messages": ("messages",),
+    "message_property_mappings": ("messages", "prompt_completion"),
+    "message_field_training": ("messages",),
+    "roles": ("messages", "prompt_completion"),
+    "roles_to_train": ("messages", "instruction"),
+    "train_on_eos": ("messages", "instruction", "prompt_completion"),
+    "train_on_inputs": ("messages", "prompt_completion", "alpaca", "instruction"),
+    "field_tools": ("messages", "prompt_completion"),
+    "field_system": ("messages", "alpaca", "instruction"),
+    "chat_template": ("messages", "prompt_completion", "instruction"),
+    "chat_template_kwargs": ("messages", "prompt_completion", "instruction"),
+    "field_prompt": ("prompt_completion",),
+    "field_completion": ("prompt_completion",),
+    "field_instruction": ("alpaca", "instruction"),
+    "field_input": ("alpaca", "instruction"),
+    "field_output": ("alpaca", "instruction"),
+    "field_history": ("instruction",),
+    "system_prompt": ("alpaca", "instruction"),
+    "format": ("alpaca",),
+    "no_input_format": ("alpaca",),
+    "field_segments": ("segments",),
+}
+# Keys that say which rows there are or how they are called, not what a row becomes.
+_NOT_OF_A_ROW = frozenset({"path", "weight", "name", "streaming"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,195 +51,108 @@ class DatasetSource:
     """One entry of ``datasets:``.
 
     Attributes:
-        path: a file, a folder (searched with its subfolders) or a glob pattern.
-        type: ``text`` rows hold a string, ``tokens`` rows hold ``input_ids`` and, if they like,
-            ``labels`` (aligned with ``input_ids`` as in Hugging Face, -100 for no supervision).
+        path: a file, a folder (searched with its subfolders), a glob pattern, a dataset saved by
+            ``datasets`` (``save_to_disk``), or the name of one in the local hub cache.
+        type: ``text``: a string a row. ``tokens``: ``input_ids`` and, if wanted, ``labels``.
+            ``messages``: a conversation, through the chat template. ``prompt_completion``: two
+            strings, or two lists of messages. ``alpaca``: instruction, input and output in
+            Stanford Alpaca's prompt, or in ``format``. ``instruction``: the same columns through
+            the chat template. ``segments``: a list of ``{text, label}``.
         weight: share of the tokens of the mixture; either all entries have one or none.
-        text_field: the column that holds the string of a ``text`` row.
         name: how reports call it; the path by default.
+        split: part of the dataset, such as ``train`` or ``train[:20%]``.
+        max_samples: only the first rows.
+        streaming: read, tokenise and pack while training; nothing is kept on the disk.
+        date_field: the column of a document's date; evaluation then reports its loss by month.
+        text_field: the column of a ``text`` row's string.
+        field_messages: the column of the conversation; ``messages``, else ``conversations``.
+        message_property_mappings: what a message calls its ``role`` and ``content``; ShareGPT's
+            ``from`` and ``value`` are recognised.
+        message_field_training: what a message calls the flag that says whether it is supervised.
+        roles: other names of roles, ``{assistant: [gpt, model]}``; the usual ones are known.
+        roles_to_train: whose turns are supervised.
+        train_on_eos: supervise the end of ``turn`` (every supervised turn), ``all`` turns, the
+            ``last`` turn, or ``none``.
+        train_on_inputs: supervise everything, prompts too.
+        field_tools: the column of tool descriptions.
+        field_system: the column of a system prompt.
+        chat_template: in place of the run's.
+        chat_template_kwargs: variables for the template, such as ``enable_thinking``.
+        field_prompt: the column of the prompt.
+        field_completion: the column of the completion.
+        field_instruction: the column of the instruction.
+        field_input: the column of its input; may be absent or empty.
+        field_output: the column of the answer.
+        field_history: the column of earlier ``[prompt, answer]`` pairs.
+        system_prompt: for rows without one of their own.
+        format: the prompt with ``{instruction}``, ``{input}`` and ``{system}``.
+        no_input_format: the prompt of rows without input.
+        field_segments: the column of the segments.
     """
 
     path: str
-    type: Literal["text", "tokens"] = "text"
+    type: RowType = "text"
     weight: float | None = None
-    text_field: str = "text"
     name: str | None = None
+    split: str | None = None
+    max_samples: int | None = None
+    streaming: bool = False
+    date_field: str | None = None
+    text_field: str = "text"
+    field_messages: str | None = None
+    message_property_mappings: dict[str, str] = field(default_factory=dict)
+    message_field_training: str = "train"
+    roles: dict[str, list[str]] = field(default_factory=dict)
+    roles_to_train: list[str] = field(default_factory=lambda: ["assistant"])
+    train_on_eos: Literal["turn", "all", "last", "none"] = "turn"
+    train_on_inputs: bool = False
+    field_tools: str = "tools"
+    field_system: str | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    field_prompt: str = "prompt"
+    field_completion: str = "completion"
+    field_instruction: str = "instruction"
+    field_input: str = "input"
+    field_output: str = "output"
+    field_history: str | None = None
+    system_prompt: str | None = None
+    format: str | None = None
+    no_input_format: str | None = None
+    field_segments: str = "segments"
+
+    def __post_init__(self) -> None:
+        defaults = _defaults()
+        for key, types in _ONLY_FOR.items():
+            if self.type not in types and getattr(self, key) != defaults[key]:
+                raise ConfigError(
+                    f"dataset {self.label!r}: {key} has no effect on rows of type {self.type}",
+                    remedy=f"remove it, or set type: {' or '.join(types)}",
+                )
+        if self.max_samples is not None and self.max_samples < 1:
+            raise ConfigError(
+                f"dataset {self.label!r}: max_samples is {self.max_samples}",
+                remedy="a positive number, or remove it for all rows",
+            )
 
     @property
     def label(self) -> str:
         """What reports and messages call this dataset."""
         return self.name or self.path
 
-
-def file_format(path: Path) -> str | None:
-    """Which of :data:`SUFFIXES` a file has."""
-    return next((suffix for suffix in SUFFIXES if path.name.endswith(suffix)), None)
-
-
-def resolve_files(path: str) -> list[Path]:
-    """The data files that ``path`` means, sorted by name.
-
-    Raises:
-        DataError: when nothing is there, or what is there has no readable format.
-    """
-    known = ", ".join(SUFFIXES)
-    if not path:
-        raise DataError("a dataset has an empty path", remedy="name a file, a folder or a pattern")
-    try:
-        expanded = Path(path).expanduser()
-    except RuntimeError as error:
-        raise DataError(
-            f"dataset {path!r}: {error}", remedy="write the home directory out"
-        ) from error
-    if expanded.is_file():
-        if file_format(expanded) is None:
-            raise DataError(
-                f"dataset {path!r} has no readable format", remedy=f"headrace reads {known}"
-            )
-        return [expanded]
-    if expanded.is_dir():
-        found = expanded.rglob("*")
-    elif glob.has_magic(path):
-        found = (
-            Path(match)
-            for match in glob.iglob(str(expanded), recursive=True)  # noqa: PTH207 - absolute patterns too
-        )
-    else:
-        raise DataError(
-            f"dataset {path!r} does not exist (looked from {Path.cwd()})",
-            remedy="correct the path under datasets:",
-        )
-    files = sorted(
-        file
-        for file in found
-        if file.is_file() and file_format(file) and not file.name.startswith(".")
-    )
-    if not files:
-        raise DataError(f"dataset {path!r} holds no data files", remedy=f"headrace reads {known}")
-    return files
+    def recipe(self) -> dict[str, Any]:
+        """What decides the tokens of its rows, as JSON types."""
+        known = _ONLY_FOR.get
+        return {
+            key: value
+            for key, value in asdict(self).items()
+            if key not in _NOT_OF_A_ROW and self.type in known(key, (self.type,))
+        }
 
 
-def _open_lines(file: Path) -> IO[bytes]:
-    if file.name.endswith(".gz"):
-        return cast("IO[bytes]", gzip.open(file, "rb"))
-    return file.open("rb")
-
-
-def _json_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """``(place, row)`` of every line that is not blank."""
-    number = 0
-    try:
-        with _open_lines(file) as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.isspace():
-                    continue
-                place = f"{file}:{number}"
-                try:
-                    row = json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    # Besides broken JSON and wrong encodings: endless numbers, endless nesting.
-                    raise bad_row(
-                        place, f"not a JSON object ({error})", "write one JSON object a line"
-                    ) from error
-                if not isinstance(row, dict):
-                    kind = type(row).__name__
-                    raise bad_row(
-                        place, f"a {kind}, not a JSON object", "write one JSON object a line"
-                    )
-                yield place, row
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise bad_row(
-            f"{file}:{number + 1}", f"the compressed file breaks off ({error})", "copy it again"
-        ) from error
-
-
-def _checked_text(place: str, row: dict[str, Any], field: str) -> str:
-    if field not in row:
-        have = ", ".join(map(repr, row)) or "nothing"
-        raise bad_row(
-            place,
-            f"the row has no {field!r} (it has {have})",
-            "set text_field: of this dataset to the column that holds the text",
-        )
-    text = row[field]
-    if not isinstance(text, str):
-        raise bad_row(
-            place,
-            f"{field!r} is {type(text).__name__}, not text",
-            "write a string, or drop the row",
-        )
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise bad_row(
-            place,
-            f"{field!r} holds half a character, \\u{ord(text[error.start]):04x} "
-            f"(character {error.start})",
-            "write the text again, with whole characters",
-        ) from error
-    return text
-
-
-def iter_texts(files: list[Path], field: str) -> Iterator[list[str]]:
-    """Chunks of texts, in file order.
-
-    Raises:
-        DataError: naming file and line (or row) of the first row without usable text.
-    """
-    for file in files:
-        if file_format(file) == ".parquet":
-            yield from parquet_texts(file, field)
-            continue
-        texts: list[str] = []
-        size = 0
-        for place, row in _json_rows(file):
-            texts.append(_checked_text(place, row, field))
-            size += len(texts[-1])
-            if len(texts) >= CHUNK_ROWS or size >= _CHUNK_CHARACTERS:
-                yield texts
-                texts, size = [], 0
-        if texts:
-            yield texts
-
-
-def iter_tokens(files: list[Path]) -> Iterator[TokenChunk]:
-    """Chunks of token rows, in file order.
-
-    Raises:
-        DataError: naming file and line (or row) of the first unusable row.
-    """
-    for file in files:
-        if file_format(file) == ".parquet":
-            yield from parquet_tokens(file)
-            continue
-        rows: list[npt.NDArray[np.int32]] = []
-        labels: list[npt.NDArray[np.int32] | None] = []
-        size = 0
-        for place, row in _json_rows(file):
-            ids = checked_ids(place, "input_ids", row.get("input_ids"), lowest=0)
-            rows.append(ids)
-            size += len(ids)
-            labels.append(None)
-            if row.get("labels") is not None:
-                labels[-1] = checked_labels(place, row["labels"], len(ids))
-            if len(rows) >= CHUNK_ROWS or size >= _CHUNK_CHARACTERS:
-                yield _chunk(rows, labels)
-                rows, labels, size = [], [], 0
-        if rows:
-            yield _chunk(rows, labels)
-
-
-def _chunk(
-    rows: list[npt.NDArray[np.int32]], labels: list[npt.NDArray[np.int32] | None]
-) -> TokenChunk:
-    filled = None
-    if any(label is not None for label in labels):
-        # A row without labels beside rows with them supervises all of its tokens.
-        filled = np.concatenate(
-            [ids if label is None else label for ids, label in zip(rows, labels, strict=True)]
-        )
-    return TokenChunk(
-        input_ids=np.concatenate(rows),
-        lengths=np.array([len(ids) for ids in rows], np.int64),
-        labels=filled,
-    )
+def _defaults() -> dict[str, Any]:
+    found = {}
+    for name, entry in DatasetSource.__dataclass_fields__.items():
+        factory: Any = entry.default_factory
+        found[name] = factory() if callable(factory) else entry.default
+    return found

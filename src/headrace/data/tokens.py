@@ -2,11 +2,8 @@
 
 Owns the cache. A store's name is a hash of the bytes of its source files, of the tokenizer and
 of what turns a row into tokens, so a store that exists is the right one and one that is not
-finished does not exist (it is written under a temporary name and renamed). Files are raw
-little-endian arrays beside a JSON description; nothing is pickled.
-
-A ``text`` row becomes what the tokenizer makes of it, special tokens included, and ends with
-EOS. A ``tokens`` row is taken as it is. Does not cut, pack or shuffle.
+finished does not exist (``store_writer.py`` makes it under another name). Files are raw
+little-endian arrays beside a JSON description; nothing is pickled. Does not cut, pack or shuffle.
 """
 
 from __future__ import annotations
@@ -17,34 +14,30 @@ import json
 import os
 import shutil
 import tempfile
-import time
-from array import array
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headrace.data.rows import TokenChunk
-from headrace.data.sources import (
-    DatasetSource,
-    file_format,
-    iter_texts,
-    iter_tokens,
-    resolve_files,
-)
-from headrace.errors import CapacityError, ConfigError, DataError
+from headrace.data.files import file_format, resolve_files
+from headrace.data.formats import RowEncoder
+from headrace.data.parts import plan_parts
+from headrace.data.sources import CHAT_TYPES, DatasetSource
+from headrace.data.store_writer import FORMAT, StoreWriter, exclusive, remove_stale
+from headrace.data.templates import resolve_template
+from headrace.data.workers import choose_workers, encode_parts
+from headrace.errors import CapacityError, ConfigError, DataError, HeadraceError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     import numpy.typing as npt
 
     Progress = Callable[[int, int], None]  # documents, tokens so far
 
-_FORMAT = 1
-_STALE_SECONDS = 86_400.0
+_STALE_SECONDS = 7 * 86_400.0
 
 
 def default_cache_dir() -> Path:
@@ -53,23 +46,6 @@ def default_cache_dir() -> Path:
         return Path(explicit).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "headrace"
-
-
-def require_eos(tokenizer: Any, name: str) -> int:
-    """The id of the end-of-sequence token.
-
-    Raises:
-        DataError: when the tokenizer has none: documents could not be told apart, and a model
-            trained on them would never stop.
-    """
-    if tokenizer.eos_token_id is None:
-        raise DataError(
-            f"the tokenizer of {name!r} has no end-of-sequence token, so documents would run "
-            "into each other",
-            remedy="name one of its tokens with eos_token: in the configuration, or give rows "
-            "of type: tokens that end as they should",
-        )
-    return int(tokenizer.eos_token_id)
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
@@ -94,6 +70,9 @@ class TokenStore:
         offsets: int64 ``(num_documents + 1,)``, where each begins in ``tokens``.
         labels: int32 ``(num_tokens,)`` aligned with ``tokens``, or ``None``: all supervised.
         max_token_id: the largest id in ``tokens`` and ``labels``.
+        months: int32 ``(num_documents,)`` as :func:`~headrace.data.rows.month_of` counts them,
+            or ``None``.
+        num_unsupervised: rows that were left out because nothing in them is supervised.
     """
 
     folder: Path
@@ -101,6 +80,8 @@ class TokenStore:
     offsets: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int32] | None
     max_token_id: int
+    months: npt.NDArray[np.int32] | None = None
+    num_unsupervised: int = 0
 
     @property
     def key(self) -> str:
@@ -139,6 +120,8 @@ def _open(folder: Path) -> TokenStore | None:
         sizes = {"offsets": meta["num_documents"] + 1, "tokens": meta["num_tokens"]}
         if meta["has_labels"]:
             sizes["labels"] = meta["num_tokens"]
+        if meta["has_months"]:
+            sizes["months"] = meta["num_documents"]
         for name, size in sizes.items():
             dtype = np.dtype("<i8" if name == "offsets" else "<i4")
             file = folder / f"{name}.bin"
@@ -154,55 +137,9 @@ def _open(folder: Path) -> TokenStore | None:
         offsets=arrays["offsets"],
         labels=arrays.get("labels"),
         max_token_id=meta["max_token_id"],
+        months=arrays.get("months"),
+        num_unsupervised=meta["num_unsupervised"],
     )
-
-
-class _Writer:
-    """Appends chunks to the files of a store under a temporary name."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.lengths = array("q")
-        self.max_token_id = -1
-        self.num_tokens = 0
-        self._tokens = (folder / "tokens.bin").open("wb")
-        self._labels: Any = None
-
-    def append(self, chunk: TokenChunk) -> None:
-        if chunk.labels is not None and self._labels is None:
-            # Documents before the first one with labels supervise all of their tokens.
-            self._tokens.flush()
-            shutil.copyfile(self.folder / "tokens.bin", self.folder / "labels.bin")
-            self._labels = (self.folder / "labels.bin").open("ab")
-        self._tokens.write(chunk.input_ids.astype("<i4", copy=False).tobytes())
-        labels = chunk.input_ids if chunk.labels is None else chunk.labels
-        if self._labels is not None:
-            self._labels.write(labels.astype("<i4", copy=False).tobytes())
-        if len(labels):
-            self.max_token_id = max(
-                self.max_token_id, int(chunk.input_ids.max()), int(labels.max())
-            )
-        self.lengths.extend(chunk.lengths.tolist())
-        self.num_tokens += len(chunk.input_ids)
-
-    def close(self) -> None:
-        self._tokens.close()
-        if self._labels is not None:
-            self._labels.close()
-
-    def finish(self) -> None:
-        self.close()
-        offsets = np.zeros(len(self.lengths) + 1, "<i8")
-        np.cumsum(np.frombuffer(self.lengths, np.int64), out=offsets[1:])
-        offsets.tofile(self.folder / "offsets.bin")
-        meta = {
-            "format": _FORMAT,
-            "num_documents": len(self.lengths),
-            "num_tokens": self.num_tokens,
-            "has_labels": self._labels is not None,
-            "max_token_id": self.max_token_id,
-        }
-        (self.folder / "meta.json").write_text(json.dumps(meta, indent=1))
 
 
 def _file_digest(file: Path, memo_dir: Path) -> str:
@@ -221,56 +158,33 @@ def _file_digest(file: Path, memo_dir: Path) -> str:
     return digest
 
 
-def _text_chunks(source: DatasetSource, files: list[Path], tokenizer: Any) -> Iterator[TokenChunk]:
-    eos = int(tokenizer.eos_token_id)
-    for texts in iter_texts(files, source.text_field):
-        encoded = tokenizer(
-            texts, add_special_tokens=True, return_attention_mask=False, verbose=False
-        )["input_ids"]
-        # An empty text holds nothing to learn; a lone EOS would teach to end before beginning.
-        rows = [
-            ids if ids[-1] == eos else [*ids, eos]
-            for text, ids in zip(texts, encoded, strict=True)
-            if text and ids
-        ]
-        if rows:
-            yield TokenChunk(
-                input_ids=np.fromiter(chain.from_iterable(rows), np.int32),
-                lengths=np.array([len(ids) for ids in rows], np.int64),
-                labels=None,
-            )
-
-
-def _remove_stale(cache_dir: Path) -> None:
-    """Temporary folders of writers that were killed long ago."""
-    for folder in cache_dir.glob(".writing-*"):
-        if time.time() - folder.stat().st_mtime > _STALE_SECONDS:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
 def tokenise(
     source: DatasetSource,
     tokenizer: Any,
     *,
     cache_dir: Path | None = None,
     progress: Progress | None = None,
+    num_workers: int | None = None,
 ) -> TokenStore:
     """The token store of a dataset: opened if it was made before, else made now.
+
+    A process that was killed leaves the parts it had finished, and the next one goes on there.
 
     Args:
         source: what to read.
         tokenizer: a Hugging Face tokenizer; may be ``None`` for ``tokens`` rows.
         cache_dir: where stores live, :func:`default_cache_dir` by default.
-        progress: called after every chunk with documents and tokens so far.
+        progress: called after every part with documents and tokens so far.
+        num_workers: processes; by default as many as the dataset is worth.
 
     Raises:
         DataError: files missing, a row unusable (named), no EOS, or no document at all.
-        ConfigError: a file cannot be read, or the cache not written.
+        ConfigError: a file cannot be read, or the cache not written; chat rows without a template.
         CapacityError: the disk filled up; nothing is left behind.
     """
     root = (cache_dir or default_cache_dir()) / "tokens"
     try:
-        store = _stored(source, tokenizer, root, progress)
+        store = _stored(source, tokenizer, root, progress, num_workers)
     except OSError as error:
         if error.errno in {errno.ENOSPC, errno.EDQUOT}:
             raise _full_disk(root) from error
@@ -280,40 +194,55 @@ def tokenise(
             remedy="make its files readable, and data_cache_dir: a folder that can be written",
         ) from error
     if len(store.tokens) == 0:
+        left_out = f" ({store.num_unsupervised} supervise nothing)" * bool(store.num_unsupervised)
         raise DataError(
-            f"dataset {source.label!r} is empty: {len(resolve_files(source.path))} file(s), "
-            "no document with tokens",
+            f"dataset {source.label!r} is empty: "
+            f"{len(resolve_files(source.path, source.split))} file(s), no document with tokens"
+            f"{left_out}",
             remedy="give it documents, or remove it from datasets:",
         )
     return store
 
 
 def _stored(
-    source: DatasetSource, tokenizer: Any, root: Path, progress: Progress | None
+    source: DatasetSource,
+    tokenizer: Any,
+    root: Path,
+    progress: Progress | None,
+    num_workers: int | None,
 ) -> TokenStore:
-    files = resolve_files(source.path)
-    recipe: dict[str, Any] = {"format": _FORMAT, "type": source.type}
-    if source.type == "text":
-        if tokenizer is None:
-            raise DataError(
-                f"dataset {source.label!r} has type: text but there is no tokenizer",
-                remedy="name one with tokenizer_name_or_path:, or give rows of type: tokens",
-            )
-        require_eos(tokenizer, getattr(tokenizer, "name_or_path", "") or "this model")
-        recipe |= {"field": source.text_field, "tokenizer": tokenizer_fingerprint(tokenizer)}
-    recipe["files"] = [[_file_digest(file, root / "digests"), file_format(file)] for file in files]
-    folder = root / hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:32]
-    store = _open(folder)
-    if store is None:
-        chunks = (
-            iter_tokens(files)
-            if source.type == "tokens"
-            else _text_chunks(source, files, tokenizer)
-        )
-        _write(folder, chunks, progress)
-        store = _open(folder)
-        assert store is not None
+    RowEncoder(source, tokenizer)  # refuses what it lacks before anything is read
+    files = resolve_files(source.path, source.split)
+    key = _key(source, tokenizer, [_file_digest(file, root / "digests") for file in files], files)
+    folder = root / key
+    if (store := _open(folder)) is not None:
+        return store
+    root.mkdir(parents=True, exist_ok=True)
+    remove_stale(root, _STALE_SECONDS)
+    workers = choose_workers(num_workers, sum(file.stat().st_size for file in files))
+    while (store := _open(folder)) is None:
+        temporary = root / f".writing-{key}"
+        with exclusive(temporary) as held:
+            if held and _open(folder) is None:
+                _write(temporary, source, tokenizer, progress, workers)
+                shutil.rmtree(folder, ignore_errors=True)  # one that lost bytes, see _open
+                temporary.rename(folder)
+            elif held:
+                shutil.rmtree(temporary, ignore_errors=True)
     return store
+
+
+def _key(source: DatasetSource, tokenizer: Any, digests: list[str], files: list[Path]) -> str:
+    recipe: dict[str, Any] = {"format": FORMAT, **source.recipe()}
+    if source.type != "tokens":
+        recipe["tokenizer"] = tokenizer_fingerprint(tokenizer)
+    if source.type in CHAT_TYPES or (
+        source.type == "prompt_completion" and (source.chat_template or tokenizer.chat_template)
+    ):
+        recipe["chat_template"] = resolve_template(source.chat_template, tokenizer)
+    pairs = zip(digests, files, strict=True)
+    recipe["files"] = [[digest, file_format(file)] for digest, file in pairs]
+    return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _full_disk(root: Path, when: str = "") -> CapacityError:
@@ -324,29 +253,34 @@ def _full_disk(root: Path, when: str = "") -> CapacityError:
     )
 
 
-def _write(folder: Path, chunks: Iterator[TokenChunk], progress: Progress | None) -> None:
-    root = folder.parent
-    root.mkdir(parents=True, exist_ok=True)
-    _remove_stale(root)
-    temporary = Path(tempfile.mkdtemp(prefix=".writing-", dir=root))
-    writer = None
+def _write(
+    folder: Path,
+    source: DatasetSource,
+    tokenizer: Any,
+    progress: Progress | None,
+    num_workers: int,
+) -> None:
+    writer = StoreWriter(folder)
     try:
-        writer = _Writer(temporary)
-        for chunk in chunks:
-            writer.append(chunk)
+        parts = plan_parts(source)[writer.counts.parts :]
+        for chunks in encode_parts(parts, source, tokenizer, num_workers):
+            for chunk in chunks:
+                writer.append(chunk)
+            writer.part_done()
             if progress is not None:
-                progress(len(writer.lengths), writer.num_tokens)
+                progress(writer.counts.num_documents, writer.counts.num_tokens)
         writer.finish()
-        shutil.rmtree(folder, ignore_errors=True)  # one that lost bytes, see _open
-        temporary.rename(folder)
-    except OSError as error:
-        if error.errno == errno.ENOTEMPTY and _open(folder) is not None:
-            return  # another process finished the same store first
-        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
-            written = writer.num_tokens * 4 if writer else 0
-            raise _full_disk(root, f" after {written} bytes of tokens") from error
+    except (HeadraceError, OSError) as error:
+        if isinstance(error.__cause__, BrokenProcessPool):
+            writer.sync()  # the parts are good, and the next start goes on from them
+            raise
+        shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT}:
+            written = writer.counts.num_tokens * 4
+            raise _full_disk(folder.parent, f" after {written} bytes of tokens") from error
+        raise
+    except BaseException:
+        writer.sync()  # stopped from outside
         raise
     finally:
-        if writer is not None:
-            writer.close()
-        shutil.rmtree(temporary, ignore_errors=True)
+        writer.close()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headrace.data.sources import resolve_files
+from headrace.data.files import resolve_files
 from headrace.errors import CapacityError, ConfigError
 from headrace.models.building import load_config
 from headrace.store.checkpoint import list_checkpoints
@@ -79,7 +79,7 @@ def check_files(config: TrainConfig) -> None:
         DataError: naming the first that does not.
     """
     for source in (*config.datasets, *config.eval_datasets):
-        resolve_files(source.path)
+        resolve_files(source.path, source.split)
 
 
 def model_folder(name: str, key: str = "model_name_or_path") -> Path:
@@ -126,7 +126,7 @@ def load_tokenizer(config: TrainConfig) -> Any:
     """
     from transformers import AutoTokenizer  # noqa: PLC0415 - seconds; configuration errors first
 
-    needed = any(s.type == "text" for s in (*config.datasets, *config.eval_datasets))
+    needed = any(s.type != "tokens" for s in (*config.datasets, *config.eval_datasets))
     name = config.tokenizer_name_or_path or config.model_name_or_path
     if name is None and isinstance(config.scratch_config, str):
         name = config.scratch_config

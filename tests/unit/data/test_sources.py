@@ -8,7 +8,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from headrace.data.sources import iter_texts, iter_tokens, resolve_files
+from headrace.data.files import resolve_files
+from headrace.data.formats import RowEncoder, _text
+from headrace.data.parquet import parquet_texts
+from headrace.data.parts import plan_parts, read_rows
+from headrace.data.sources import DatasetSource
 from headrace.errors import DataError
 
 
@@ -18,12 +22,20 @@ def write_jsonl(path, rows):
 
 
 def texts(path, field="text"):
-    return [text for chunk in iter_texts(resolve_files(str(path)), field) for text in chunk]
+    found = []
+    for part in plan_parts(DatasetSource(path=str(path))):
+        if part.format == ".parquet":
+            found += [text for chunk, _ in parquet_texts(part, field) for text in chunk]
+        else:
+            found += [_text(place, row, field) for place, row in read_rows(part)]
+    return found
 
 
 def token_rows(path):
+    source = DatasetSource(path=str(path), type="tokens")
+    encoder = RowEncoder(source, None)
     rows = []
-    for chunk in iter_tokens(resolve_files(str(path))):
+    for chunk in (chunk for part in plan_parts(source) for chunk in encoder.encode(part)):
         cuts = np.cumsum(chunk.lengths)[:-1]
         ids = np.split(chunk.input_ids, cuts)
         labels = [None] * len(ids) if chunk.labels is None else np.split(chunk.labels, cuts)

@@ -48,7 +48,7 @@ def test_the_cache_is_keyed_by_content(tmp_path, cache, tokenizer, sentences, mo
         raise AssertionError("the source was read again")
 
     with monkeypatch.context() as patched:
-        patched.setattr(tokens_module, "_text_chunks", forbidden)
+        patched.setattr(tokens_module, "encode_parts", forbidden)
         assert tokenise(source, tokenizer, cache_dir=cache).key == first.key
         # Another name, same bytes: the same store.
         (tmp_path / "b.jsonl").write_bytes((tmp_path / "a.jsonl").read_bytes())
@@ -114,7 +114,7 @@ def test_a_bad_row_and_a_full_disk_leave_nothing(tmp_path, cache, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(tokens_module._Writer, "append", full)
+        patched.setattr(tokens_module.StoreWriter, "append", full)
         with pytest.raises(CapacityError, match="filled up"):
             tokenise(source, None, cache_dir=cache)
     assert [p.name for p in (cache / "tokens").iterdir()] == ["digests"]

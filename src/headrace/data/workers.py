@@ -1,0 +1,97 @@
+"""Tokenising in several processes, in the order of one.
+
+Owns the processes. The invariant: chunks come out in the order of the parts whatever the number
+of workers, and no more than a few parts wait. Workers are spawned, never forked: a process that
+holds device memory or threads must not be copied.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections import deque
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from headrace.data.formats import RowEncoder
+from headrace.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from concurrent.futures import Future
+
+    from headrace.data.parts import Part
+    from headrace.data.rows import TokenChunk
+    from headrace.data.sources import DatasetSource
+
+# A spawned worker imports for some seconds; smaller datasets are done before.
+_WORTH_BYTES = 96 << 20
+_MOST_WORKERS = 16
+_encoder: RowEncoder | None = None
+
+
+def choose_workers(asked: int | None, num_bytes: int) -> int:
+    """Processes for a dataset: what was asked for, or what its size is worth; 0 is this one."""
+    if asked is not None:
+        return asked
+    if num_bytes < _WORTH_BYTES:
+        return 0
+    return min(len(os.sched_getaffinity(0)), _MOST_WORKERS, num_bytes // (_WORTH_BYTES // 4))
+
+
+def encode_parts(
+    parts: Sequence[Part], source: DatasetSource, tokenizer: Any, num_workers: int
+) -> Iterator[list[TokenChunk]]:
+    """The chunks of each part, in order.
+
+    Args:
+        parts: what to read.
+        source: the dataset.
+        tokenizer: a Hugging Face tokenizer, or ``None`` for ``tokens`` rows.
+        num_workers: processes; 0 or 1 stays in this one.
+
+    Raises:
+        DataError: an unusable row, or a worker that died.
+    """
+    if num_workers <= 1 or len(parts) <= 1:
+        encoder = RowEncoder(source, tokenizer)
+        for part in parts:
+            yield list(encoder.encode(part))
+        return
+    pool = ProcessPoolExecutor(
+        min(num_workers, len(parts)),
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_start,
+        initargs=(source, tokenizer),
+    )
+    waiting: deque[Future[list[TokenChunk]]] = deque()
+    left = iter(parts)
+    try:
+        waiting.extend(pool.submit(_encode, part) for part in islice(left, 2 * num_workers))
+        while waiting:
+            yield waiting.popleft().result()
+            waiting.extend(pool.submit(_encode, part) for part in islice(left, 1))
+    except BrokenProcessPool as error:
+        raise DataError(
+            f"a process that tokenised dataset {source.label!r} died (killed from outside, most "
+            "likely for memory)",
+            remedy=f"lower dataset_num_proc (it was {num_workers}); the parts that are done are "
+            "kept, and the same command goes on from them",
+        ) from error
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _start(source: DatasetSource, tokenizer: Any) -> None:
+    global _encoder  # noqa: PLW0603 - a worker has one dataset
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent answers Ctrl-C
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread a worker
+    _encoder = RowEncoder(source, tokenizer)
+
+
+def _encode(part: Part) -> list[TokenChunk]:
+    assert _encoder is not None
+    return list(_encoder.encode(part))

@@ -1,0 +1,232 @@
+"""Every row is in one part; stopped tokenising goes on; several processes give the same bytes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import Dataset, DatasetDict
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.data import tokens as tokens_module
+from headrace.data.files import resolve_files
+from headrace.data.parts import Line, plan_parts, read_rows
+from headrace.data.sources import DatasetSource
+from headrace.data.tokens import tokenise
+from headrace.errors import DataError
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def numbers(source, part_bytes=64):
+    parts = plan_parts(source, part_bytes)
+    return [row["n"] for part in parts for _, row in read_rows(part)], parts
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet", "arrow"])
+def test_every_row_is_in_one_part(tmp_path, suffix):
+    rows = [{"n": n, "text": "x" * (n % 7)} for n in range(50)]
+    path = tmp_path / f"rows.{suffix}"
+    table = pa.Table.from_pylist(rows)
+    if suffix == "parquet":
+        pq.write_table(table, path, row_group_size=7)
+    elif suffix == "arrow":
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table, max_chunksize=7)
+    elif suffix == "json":
+        path.write_text(json.dumps(rows, indent=1))
+    else:
+        write(path, rows)
+    found, parts = numbers(DatasetSource(path=str(path)))
+    assert found == list(range(50))
+    assert (len(parts) > 3) != (suffix == "json")
+    for split, expected in (
+        ("train[:20%]", range(10)),
+        ("train[45:]", range(45, 50)),
+        ("train[10:20]", range(10, 20)),
+    ):
+        assert numbers(DatasetSource(path=str(path), split=split))[0] == list(expected)
+    few = DatasetSource(path=str(path), split="train[8:]", max_samples=5)
+    assert numbers(few)[0] == list(range(8, 13))
+
+
+@given(
+    lines=st.lists(st.integers(0, 40), min_size=1, max_size=30),
+    part_bytes=st.integers(1, 200),
+    newline=st.booleans(),
+)
+def test_lines_are_cut_anywhere_and_keep_their_numbers(
+    tmp_path_factory, lines, part_bytes, newline
+):
+    path = tmp_path_factory.mktemp("lines") / "rows.jsonl"
+    text = "\n".join(json.dumps({"n": n, "pad": "é" * pad}) for n, pad in enumerate(lines))
+    path.write_text(text + "\n" * newline, encoding="utf-8")
+    parts = plan_parts(DatasetSource(path=str(path)), part_bytes)
+    found = [(str(place), row["n"]) for part in parts for place, row in read_rows(part)]
+    assert found == [(f"{path}:{n + 1}", n) for n in range(len(lines))]
+    assert str(Line(str(path), 0)) == f"{path}:1"
+
+
+def test_datasets_saved_on_disk_are_read(tmp_path, tokenizer, sentences):
+    whole = Dataset.from_dict({"text": sentences})
+    DatasetDict({"train": whole.select(range(6)), "test": whole.select([6, 7])}).save_to_disk(
+        tmp_path / "both"
+    )
+    whole.save_to_disk(tmp_path / "one", num_shards=3)
+    one = tokenise(DatasetSource(path=str(tmp_path / "one")), tokenizer, cache_dir=tmp_path / "c")
+    assert one.num_documents == 8
+    eos = tokenizer.eos_token
+    assert tokenizer.decode(one.tokens[: one.offsets[1]]) == sentences[0] + eos
+    test = DatasetSource(path=str(tmp_path / "both"), split="test")
+    assert tokenise(test, tokenizer, cache_dir=tmp_path / "c").num_documents == 2
+    with pytest.raises(DataError, match="has the splits train, test, and none is chosen") as caught:
+        resolve_files(str(tmp_path / "both"))
+    assert caught.value.remedy == "split: train"
+
+
+def test_splits_are_told_by_the_names_of_files(tmp_path):
+    for name in ("data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl",
+                 "data/test-00000-of-00001.jsonl", "dataset_infos.json"):  # fmt: skip
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write(tmp_path / name, [{"n": 0}])
+    assert len(resolve_files(str(tmp_path))) == 3
+    assert len(resolve_files(str(tmp_path), "train[:10%]")) == 2
+    with pytest.raises(DataError, match="no split 'validation'"):
+        resolve_files(str(tmp_path), "validation")
+    with pytest.raises(DataError, match="is not understood"):
+        resolve_files(str(tmp_path), "train[1:2")
+    (tmp_path / "plain").mkdir()
+    write(tmp_path / "plain" / "rows.json", [{"n": 0}])
+    (tmp_path / "plain" / "config.json").write_text("{}")
+    assert [f.name for f in resolve_files(str(tmp_path / "plain"), "train")] == ["rows.json"]
+
+
+def stored(store):
+    return {p.name: p.read_bytes() for p in store.folder.glob("*.bin")}
+
+
+def test_several_processes_write_the_same_bytes(tmp_path, tokenizer, sentences, monkeypatch):
+    source = DatasetSource(path=str(write(tmp_path / "a.jsonl", [{"text": t} for t in sentences])))
+    monkeypatch.setattr(
+        tokens_module, "plan_parts", lambda source: plan_parts(source, part_bytes=200)
+    )
+    one = tokenise(source, tokenizer, cache_dir=tmp_path / "one", num_workers=0)
+    two = tokenise(source, tokenizer, cache_dir=tmp_path / "two", num_workers=2)
+    assert len(plan_parts(source, part_bytes=200)) > 2
+    assert stored(one) == stored(two)
+    assert one.key == two.key
+    bad = write(tmp_path / "a.jsonl", [*({"text": t} for t in sentences), {"text": 7}])
+    with pytest.raises(DataError, match=rf"{bad}:9: 'text' is int"):
+        tokenise(source, tokenizer, cache_dir=tmp_path / "two", num_workers=2)
+
+
+def test_a_worker_that_dies_keeps_the_parts(tmp_path, tokenizer, sentences, monkeypatch):
+    source = DatasetSource(path=str(write(tmp_path / "a.jsonl", [{"text": t} for t in sentences])))
+    monkeypatch.setattr(
+        tokens_module, "plan_parts", lambda source: plan_parts(source, part_bytes=200)
+    )
+    real = tokens_module.encode_parts
+
+    def killed(parts, source, tokenizer, num_workers):
+        from concurrent.futures.process import BrokenProcessPool  # noqa: PLC0415 - one test
+
+        yield from list(real(parts[:2], source, tokenizer, 0))
+        raise DataError("died") from BrokenProcessPool()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tokens_module, "encode_parts", killed)
+        with pytest.raises(DataError, match="died"):
+            tokenise(source, tokenizer, cache_dir=tmp_path / "cache")
+    begun = []
+
+    def counted(parts, *others):
+        begun.append(len(parts))
+        return real(parts, *others)
+
+    monkeypatch.setattr(tokens_module, "encode_parts", counted)
+    store = tokenise(source, tokenizer, cache_dir=tmp_path / "cache")
+    assert begun == [len(plan_parts(source, part_bytes=200)) - 2]
+    assert stored(store) == stored(tokenise(source, tokenizer, cache_dir=tmp_path / "other"))
+
+
+CHILD = """
+import pathlib, sys, time
+from headrace.data import store_writer, tokens
+from headrace.data.parts import plan_parts
+from headrace.data.sources import DatasetSource
+store_writer._SYNC_SECONDS = 0.0
+tokens.plan_parts = lambda source: plan_parts(source, part_bytes=400)
+done = store_writer.StoreWriter.part_done
+def part_done(self):
+    done(self)
+    print(self.counts.parts, flush=True)
+    time.sleep(0.05)
+store_writer.StoreWriter.part_done = part_done
+source = DatasetSource(path=sys.argv[1], type="tokens")
+tokens.tokenise(source, None, cache_dir=pathlib.Path(sys.argv[2]))
+"""
+
+
+def test_a_killed_process_is_gone_on_with(tmp_path, monkeypatch):
+    rng = np.random.default_rng(0)
+    rows = [{"input_ids": rng.integers(0, 99, 30).tolist()} for _ in range(80)]
+    path = write(tmp_path / "a.jsonl", rows)
+    cache = tmp_path / "cache"
+    reached = 0
+    for _ in range(3):
+        child = subprocess.Popen(
+            [sys.executable, "-c", CHILD, str(path), str(cache)], stdout=subprocess.PIPE, text=True
+        )
+        first = int(child.stdout.readline())
+        assert first >= max(1, reached - 1)  # nothing that was durable is done again
+        child.stdout.readline()
+        reached = int(child.stdout.readline())
+        os.kill(child.pid, signal.SIGKILL)
+        child.wait()
+        child.stdout.close()
+        (left,) = (cache / "tokens").glob(".writing-*")
+        with (left / "tokens.bin").open("ab") as file:
+            file.write(b"\xff" * 13)  # what a kill may leave behind the journal
+    monkeypatch.setattr(
+        tokens_module, "plan_parts", lambda source: plan_parts(source, part_bytes=400)
+    )
+    source = DatasetSource(path=str(path), type="tokens")
+    store = tokenise(source, None, cache_dir=cache)
+    assert store.tokens.tolist() == [i for row in rows for i in row["input_ids"]]
+    assert store.num_documents == 80
+    assert not list((cache / "tokens").glob(".writing-*"))
+
+
+def test_two_processes_that_want_one_store_make_it_once(tmp_path):
+    rows = [{"input_ids": list(range(30))} for _ in range(40)]
+    path = write(tmp_path / "a.jsonl", rows)
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", CHILD, str(path), str(tmp_path / "cache")],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    lines = [child.communicate(timeout=100)[0].splitlines() for child in children]
+    assert [child.returncode for child in children] == [0, 0]
+    assert sorted(map(bool, lines)) == [False, True]
+
+
+def test_what_a_writer_left_long_ago_is_removed(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"input_ids": [1, 2]}])
+    old = tmp_path / "cache" / "tokens" / ".writing-old"
+    old.mkdir(parents=True)
+    os.utime(old, (time.time() - 30 * 86_400,) * 2)
+    tokenise(DatasetSource(path=str(path), type="tokens"), None, cache_dir=tmp_path / "cache")
+    assert not old.exists()
