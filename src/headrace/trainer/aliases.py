@@ -92,7 +92,6 @@ REFUSED = {
     "label_smoothing_factor": "label smoothing is not supported",
     "val_set_size": "an evaluation set must not depend on a split made on the fly",
     "pretraining_dataset": "streamed hub datasets are not supported; datasets are local files",
-    "chat_template": "chat rows are not supported; give rows of type tokens with labels",
     "rl": "this version trains on the next token only",
     "push_to_hub": "headrace sends nothing anywhere",
     "hub_model_id": "headrace sends nothing anywhere",

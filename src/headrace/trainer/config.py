@@ -61,7 +61,7 @@ class TrainConfig(BaseModel):
     """Of the data order."""
 
     datasets: list[DatasetSource] = Field(min_length=1)
-    """What to train on: a list of {path, type: text | tokens, weight, text_field, name}."""
+    """What to train on: a list of {path, type, weight, ...}; the keys are in docs/data.md."""
     eval_datasets: list[DatasetSource] = Field(default_factory=list)
     """What to evaluate on, each reported under its name."""
     max_length: int = Field(default=1024, ge=2)
@@ -76,6 +76,10 @@ class TrainConfig(BaseModel):
     """Lengths of unpacked micro-batches are rounded up to it."""
     shuffle: bool = True
     """Draw a new order every epoch."""
+    chat_template: str | None = None
+    """Of chat rows, and of the tokenizer that is saved: a name, a .jinja file or the template."""
+    dataset_num_proc: int | None = Field(default=None, ge=0)
+    """Processes that tokenise; as many as a dataset is worth by default."""
     data_cache_dir: Path | None = None
     """Where tokenised datasets are kept; ~/.cache/headrace by default."""
     dataloader_drop_last: bool = False

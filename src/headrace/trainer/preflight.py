@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headrace.data.files import resolve_files
+from headrace.data.templates import resolve_template
 from headrace.errors import CapacityError, ConfigError
 from headrace.models.building import load_config
 from headrace.store.checkpoint import list_checkpoints
@@ -162,6 +163,8 @@ def load_tokenizer(config: TrainConfig) -> Any:
                 remedy="name one of its tokens, such as <|endoftext|> or </s>",
             )
         tokenizer.eos_token = config.eos_token
+    if config.chat_template is not None:
+        tokenizer.chat_template = resolve_template(config.chat_template, tokenizer)
     return tokenizer
 
 

@@ -232,6 +232,7 @@ def _open_data(
             tokenizer,
             cache_dir=config.data_cache_dir or default_cache_dir(),
             progress=_said_at_times(source.label, say),
+            num_workers=config.dataset_num_proc,
         )
         store.check_vocabulary(spec.vocab_size, source.label)
         rows = RowSet.open(store, config.row_settings(), label=source.label, weight=source.weight)
@@ -240,6 +241,11 @@ def _open_data(
             f"data: {source.label}: {store.num_documents:,} documents, "
             f"{rows.plan.num_tokens:,} tokens in {rows.plan.num_rows:,} rows"
             + (f", {lost:,} tokens left out" if lost else "")
+            + (
+                f"; {store.num_unsupervised:,} rows supervise nothing and are left out"
+                if store.num_unsupervised
+                else ""
+            )
         )
         opened.append(rows)
     count = len(config.datasets)
