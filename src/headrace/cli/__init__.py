@@ -17,6 +17,7 @@ VERBS = {
     "plan": "Memory, speed, hours and money of a run before it is paid for.",
     "train": "Train from a YAML file: headrace train CONFIG [key=value ...].",
     "export": "Write a checkpoint as a Hugging Face model folder.",
+    "convert": "Merge sharded FSDP checkpoints, optimizer included, in one process.",
     "corpus": "Build and inspect point-in-time corpora.",
     "embed": "Embeddings of a panel's prompts, cached with their stack fingerprint.",
     "probe": "What a model states of dated market moves, and its loss by month.",

@@ -183,6 +183,12 @@ class TrainLoader:
         self.state = state or LoaderState(seed=seed)
         self._epoch: tuple[int, Ints, Ints] | None = None
 
+    def state_after(self, num_steps: int) -> LoaderState:
+        """Where the loader stands after that many steps from the beginning."""
+        epoch, step = divmod(num_steps, self.steps_per_epoch)
+        index = step * self.settings.rows_per_step
+        return LoaderState(seed=self.order.seed, epoch=epoch, index=index)
+
     def next_step(self) -> StepBatch:
         """The next step's micro-batches; advances the state."""
         epoch, datasets, rows = self._rows_of(self.state.epoch)

@@ -87,6 +87,17 @@ class WeightNames:
         moved = any(isinstance(t, PrefixChange) for t in self._used or ())
         return bool(self._places) or moved
 
+    @property
+    def is_converted(self) -> bool:
+        """What was read is in another form than the model's own."""
+        return bool(self._used)
+
+    def in_default_form(self) -> WeightNames:
+        """The form that transformers saves the class in, at the places of what was read."""
+        names = WeightNames(self._model)
+        names._places = list(self._places)
+        return names
+
     def plan(self, keys: Iterable[str]) -> tuple[list[Piece], list[str]]:
         """Sort a checkpoint's tensors into pieces, and remember which form it has.
 
@@ -113,7 +124,7 @@ class WeightNames:
         unused: list[str] = []
         self._places = []
         for key in sorted(keys, key=dot_natural_key):
-            inner = self._placed(key)
+            inner = self.placed(key)
             name, pattern = rename_source_key(inner, renamings, converters, prefix, known)
             if name not in known and inner in known:  # already in the model's own form
                 name, pattern = inner, None
@@ -127,7 +138,7 @@ class WeightNames:
         self._used = [t for t in transforms if t.was_used()]
         return list(pieces.values()), unused
 
-    def _placed(self, key: str) -> str:
+    def placed(self, key: str) -> str:
         """The name of a tensor in the causal LM alone; which places occur is remembered."""
         own = any(name.startswith("model.language_model.") for name in self._model.state_dict())
         for outer, inner in () if own else _PLACES:

@@ -123,7 +123,7 @@ def prepare(config: TrainConfig, stack: ExitStack, say: Say) -> Prepared:
         config.loader_settings(pad_token_id=pad_token_id),
         seed=config.seed if config.data_seed is None else config.data_seed,
         shuffle=config.shuffle,
-        state=saved.loader if saved else None,
+        state=saved.loader if saved and not saved.converted else None,
     )
     settings = loop_settings(config, loader.steps_per_epoch)
     schedule = Schedule(config.schedule_settings(settings.num_steps))
@@ -281,6 +281,16 @@ def _progress(
             meter=Meter().to_dict(),
             data=data,
             config=config.to_dict(),
+        )
+    if saved.converted:
+        loader.state = loader.state_after(saved.step)
+        say(
+            f"going on from {checkpoint}, which another trainer began, at step {saved.step}; the "
+            f"data stands where that many steps of this configuration end: epoch "
+            f"{loader.state.epoch}, row {loader.state.index}"
+        )
+        return replace(
+            saved, loader=loader.state, data=data, config=config.to_dict(), converted=False
         )
     check_data(saved, data, checkpoint)
     say(f"resuming from {checkpoint}, step {saved.step}")

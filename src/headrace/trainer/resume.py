@@ -23,6 +23,7 @@ from headrace.store.checkpoint import (
     list_checkpoints,
     read_record,
 )
+from headrace.trainer.metrics import Meter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -57,6 +58,7 @@ class Progress:
         callbacks: state that callbacks exported.
         best_metric: lowest evaluation loss so far.
         evaluation_due: an evaluation of this step was left to the session that goes on.
+        converted: it comes from another trainer, and only ``step`` is known.
     """
 
     step: int
@@ -67,6 +69,7 @@ class Progress:
     callbacks: dict[str, Any] = field(default_factory=dict)
     best_metric: float | None = None
     evaluation_due: bool = False
+    converted: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """JSON types."""
@@ -87,6 +90,15 @@ class Progress:
                 remedy="start from its weights: model_name_or_path, without resume_from_checkpoint",
             )
         try:
+            if values.get("converted"):
+                return cls(
+                    step=int(values["step"]),
+                    loader=LoaderState(seed=0),
+                    meter=Meter().to_dict(),
+                    data={},
+                    config={},
+                    converted=True,
+                )
             values["loader"] = LoaderState(**values["loader"])
             return cls(**values)
         except (KeyError, TypeError) as error:
@@ -94,6 +106,11 @@ class Progress:
                 f"the trainer state of {path} is damaged ({error})",
                 remedy="start from its weights: model_name_or_path, without resume_from_checkpoint",
             ) from error
+
+
+def converted_state(step: int) -> dict[str, Any]:
+    """The trainer's part of a checkpoint that another trainer began."""
+    return {"format": _FORMAT, "converted": True, "step": step}
 
 
 def data_fingerprint(row_sets: Sequence[RowSet], *, shuffle: bool, seed: int) -> dict[str, Any]:
