@@ -116,6 +116,9 @@ def test_what_cannot_be_converted_is_refused(made, tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match="no sharded checkpoint in"):
         convert_to_model(tmp_path / "empty", tmp_path / "out")
+    (tmp_path / "empty" / "pytorch_model_fsdp_0_rank0.bin").touch()
+    with pytest.raises(CheckpointError, match=r"rank0\.bin, which is pickle and is never read"):
+        convert_to_model(tmp_path / "empty", tmp_path / "out")
     with pytest.raises(CheckpointError, match="only an optimizer's state"):
         convert_to_model(shards / "optimizer_0", tmp_path / "out")
     alone = tmp_path / "a" / "b" / "c"

@@ -11,19 +11,17 @@ Formats: ``torch/distributed/checkpoint/metadata.py`` and ``filesystem.py`` of t
 
 from __future__ import annotations
 
-import io
 import itertools
 import math
-import os
-import pickle
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from headrace.errors import CheckpointError
 from headrace.store.plain_pickle import Name, Record, read_pickle
+from headrace.store.torch_files import read_tensor
 from headrace.units import MIB, format_bytes
 
 if TYPE_CHECKING:
@@ -78,6 +76,14 @@ class Piece:
     file: Path
     start: int
     length: int
+
+    def read(self, name: str) -> torch.Tensor:
+        """The block of the tensor ``name``.
+
+        Raises:
+            CheckpointError: the file holds something else there.
+        """
+        return read_tensor(self.file, self.start, self.length, name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +185,7 @@ class ShardedCheckpoint:
         tensor = self.tensors[name]
         out = torch.empty(tensor.shape if len(tensor.pieces) > 1 else 0, dtype=tensor.dtype)
         for piece in tensor.pieces:
-            value = _read_piece(piece, name)
+            value = piece.read(name)
             if value.dtype != tensor.dtype or tuple(value.shape) != piece.sizes:
                 raise _damaged(
                     self.folder,
@@ -208,7 +214,7 @@ class ShardedCheckpoint:
         if others.keys() != {(piece.offsets, piece.sizes) for piece in first.pieces}:
             return torch.equal(self.read(a), self.read(b))
         return all(
-            torch.equal(_read_piece(piece, a), _read_piece(others[piece.offsets, piece.sizes], b))
+            torch.equal(piece.read(a), others[piece.offsets, piece.sizes].read(b))
             for piece in first.pieces
         )
 
@@ -291,60 +297,6 @@ def _overlap(a: Piece, b: Piece) -> bool:
         max(i, j) < min(i + m, j + n)
         for i, m, j, n in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
     )
-
-
-def _read_piece(piece: Piece, name: str) -> torch.Tensor:
-    try:
-        with piece.file.open("rb") as file, _Part(file, piece.start, piece.length) as part:
-            value = torch.load(
-                cast("IO[bytes]", part), map_location="cpu", weights_only=True
-            )  # runs no pickle
-    except (RuntimeError, OSError, ValueError, EOFError, pickle.UnpicklingError) as error:
-        first = str(error).strip().split("\n")[0]
-        raise CheckpointError(
-            f"{piece.file} does not hold a plain tensor where {name} should be: {first}",
-            remedy="copy the checkpoint again, or take an earlier one",
-        ) from error
-    if type(value) is not torch.Tensor:
-        raise CheckpointError(
-            f"{name} in {piece.file} is a {type(value).__name__}, and no plain tensor",
-            remedy="save it from a model with plain weights",
-        )
-    return value
-
-
-class _Part(io.RawIOBase):
-    """A range of an open file as a file of its own."""
-
-    def __init__(self, file: IO[bytes], start: int, length: int) -> None:
-        super().__init__()
-        self._file = file
-        self._start = start
-        self._length = length
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
-        self._at = max(0, base + offset)
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        wanted = min(len(view), max(0, self._length - self._at))
-        self._file.seek(self._start + self._at)
-        target = view[:wanted]
-        read = self._file.readinto(target)  # type: ignore[attr-defined]  # of every binary file
-        self._at += int(read)
-        return int(read)
 
 
 def _inside(folder: Path, relative: Any) -> Path:

@@ -119,8 +119,10 @@ def open_source(source: Path) -> ShardedSource:
             if candidate == candidates[-1]:
                 raise
             problem = problem or error  # the run's last save was not finished
+    pickled = sorted(path.name for path in source.glob("*_rank*.bin"))
     raise problem or CheckpointError(
-        f"no sharded checkpoint in {source}",
+        f"no sharded checkpoint in {source}"
+        + (f"; found {pickled[0]}, which is pickle and is never read" if pickled else ""),
         remedy="give a folder with .metadata and .distcp files, or one that holds such folders "
         "(pytorch_model_fsdp_0)",
     )
