@@ -1,8 +1,7 @@
 """One tensor out of a range of a file that ``torch.save`` wrote.
 
 Invariant: the pickle in it is read with torch's own restricted reader (``weights_only``), which
-runs nothing, and what is no plain tensor is refused. The file is read where the tensor lies, without
-a second copy.
+runs nothing, and what is no plain tensor is refused. The file is read where the tensor lies.
 """
 
 from __future__ import annotations
