@@ -17,6 +17,7 @@ from torch import nn
 
 from headrace.errors import ConfigError, HeadraceError, ModelRefusedError
 from headrace.models import attention
+from headrace.models.adapters import attach
 from headrace.models.anatomy import (
     Anatomy,
     beside,
@@ -31,12 +32,14 @@ from headrace.models.head import HeadProbe, LogitRule, find_rules
 from headrace.models.routing import find_auxiliary_loss
 from headrace.models.shrink import MAX_LAYERS, shrink
 from headrace.models.structure import covering_prefix
+from headrace.models.units import path_of, plan_units, trained_with_adapters
 from headrace.store.carried import CarriedTensors
 from headrace.store.conversion import WeightNames
-from headrace.store.layout import UnitLayout, plan_unit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from headrace.models.adapters import Adapters, LoraSettings
 
 # Proven against plain autograd, parameter by parameter, in tests/parity; others prove themselves
 # before they train (headrace.selftest).
@@ -111,17 +114,26 @@ class ModelSpec:
         source_config: the whole configuration as it was given.
         weight_names: how its tensors are named and joined in the checkpoint that was loaded.
         carried: what that checkpoint holds besides.
+        adapters: the low-rank adapters in its layers, or None.
     """
 
-    def __init__(self, config: Any, *, trainable: Callable[[str], bool] | None = None) -> None:
+    def __init__(
+        self,
+        config: Any,
+        *,
+        trainable: Callable[[str], bool] | None = None,
+        lora: LoraSettings | None = None,
+    ) -> None:
         """Build the templates of ``config``.
 
         Args:
             config: a transformers ``PretrainedConfig`` of a decoder-only causal LM.
             trainable: says of a parameter name whether it is trained; all are by default.
+            lora: adapters, which are trained in place of the model's own parameters.
 
         Raises:
             ModelRefusedError: the streamed step would not be exact for this class or a switch.
+            ConfigError: adapters were asked for where there is no such layer, or all is frozen.
         """
         self.source_config = copy.deepcopy(config)
         self.config = text_config(config)
@@ -135,7 +147,14 @@ class ModelSpec:
         self.weight_names = WeightNames(self.model)
         self.carried = CarriedTensors()
         self.auxiliary_loss = find_auxiliary_loss(self.model, self.config)
-        self.units = self._plan_units(trainable or (lambda _: True))
+        self._plain_layers = self.parts.layers
+        self.adapters: Adapters | None = None
+        if lora is not None:
+            assert trainable is None, "adapters say what is trained"
+            trainable = self._attach_adapters(lora)
+        self.units = plan_units(
+            self.model, self.parts, self._anatomy, trainable or (lambda _: True)
+        )
 
     @classmethod
     def from_pretrained(cls, name_or_path: str, *, trust_remote_code: bool = False) -> ModelSpec:
@@ -143,9 +162,20 @@ class ModelSpec:
         return cls(load_config(name_or_path, trust_remote_code=trust_remote_code))
 
     @classmethod
-    def from_config(cls, config: Any) -> ModelSpec:
-        """Build the spec of a configuration object."""
-        return cls(config)
+    def from_config(cls, config: Any, **options: Any) -> ModelSpec:
+        """Build the spec of a configuration object; options as the class takes them."""
+        return cls(config, **options)
+
+    def _attach_adapters(self, lora: LoraSettings) -> Callable[[str], bool]:
+        """Replace the layers' templates; says which of the model's own parameters are trained."""
+        path = f"{self.parts.base_path}.{self.parts.layers_path}"
+        tied = (path_of(self.model, self._embedding), self.parts.head_path) if self.tied else ()
+        trained = trained_with_adapters(self.model, lora, tied)
+        self.adapters = attach(
+            self.model, path, lora, lambda: build_model(self.config, device="meta")
+        )
+        self.parts = replace(self.parts, layers=self.adapters.layers)
+        return trained
 
     def _find_head_rules(
         self,
@@ -155,66 +185,11 @@ class ModelSpec:
             probe, self.config, hidden_size=self.hidden_size, vocab_size=self.vocab_size
         )
 
-    def _plan_units(self, trainable: Callable[[str], bool]) -> tuple[UnitLayout, ...]:
-        parts, anatomy = self.parts, self._anatomy
-        saved = self.model.state_dict().keys()
-        parameters = {name for name, _ in self.model.named_parameters()}
-        seen: set[int] = set()
-
-        def entries(
-            module: nn.Module, path: str, local: str = ""
-        ) -> list[tuple[str, str, tuple[int, ...], bool]]:
-            found = []
-            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-                full = f"{path}.{name}"
-                if id(tensor) in seen or full not in saved:
-                    continue
-                seen.add(id(tensor))
-                if not tensor.is_floating_point():
-                    raise ModelRefusedError(
-                        f"{type(self.model).__name__} has a buffer of integers in its checkpoint, "
-                        f"{full}, and headrace streams weights only"
-                    )
-                trained = full in parameters and trainable(full)
-                found.append((full, local + name, tuple(tensor.shape), trained))
-            return found
-
-        base = parts.base_path
-        layers, tail = [], []
-        # The token embedding first: a tied head is its, not the other way round.
-        embed = entries(self._embedding, self._path_of(self._embedding), self._embed_local)
-        for i, layer in enumerate(parts.layers):
-            layers.append(entries(layer, f"{base}.{parts.layers_path}.{i}"))
-        for number, (module, path) in enumerate(zip(parts.tail, parts.tail_paths, strict=True)):
-            tail += entries(module, f"{base}.{path}", f"tail.{number}.")
-        head = entries(parts.head, parts.head_path, "head.")
-        embed += entries(parts.base, base)
-        rest = [name for name, p in self.model.named_parameters() if id(p) not in seen]
-        if rest:
-            raise ModelRefusedError(
-                f"{type(self.model).__name__} has parameters outside its base model and its head: "
-                f"{', '.join(rest[:3])}"
-            )
-        float32 = {name for name in saved if anatomy.without_number(name) in anatomy.float32}
-        named = [("embed", embed), *((f"layers.{i}", e) for i, e in enumerate(layers))]
-        return tuple(
-            plan_unit(name, entry, buffers=saved - parameters, float32=float32)
-            for name, entry in (*named, ("head", tail + head))
-        )
-
-    def _path_of(self, wanted: nn.Module) -> str:
-        paths = (path for path, module in self.model.named_modules() if module is wanted)
-        path: str = next(paths)
-        return path
-
-    @property
-    def _embed_local(self) -> str:
-        return self._path_of(self._embedding).removeprefix(f"{self.parts.base_path}.") + "."
-
     @property
     def embedding_name(self) -> str:
         """Local name of the token embedding's matrix in the embedding unit."""
-        return f"{self._embed_local}weight"
+        path = path_of(self.model, self._embedding)
+        return f"{path.removeprefix(f'{self.parts.base_path}.')}.weight"
 
     @property
     def num_layers(self) -> int:
@@ -246,12 +221,12 @@ class ModelSpec:
         return self.parts.layers[index]
 
     def unit_modules(self, number: int) -> list[tuple[str, nn.Module]]:
-        """The modules whose parameters make up a unit, each with the prefix of their local names.
+        """The plain modules whose parameters make up a unit, each with the prefix of local names.
 
-        Parameters that a base model holds itself, outside any module, are not among them.
+        Adapters are not in them, nor parameters that a base model holds itself, outside any module.
         """
         if 0 < number <= self.num_layers:
-            return [("", self.layer(number - 1))]
+            return [("", self._plain_layers[number - 1])]
         if number == 0:
             base = self.parts.base
             return [(f"{path}.", base.get_submodule(path)) for path in self.parts.embed_paths]
@@ -276,6 +251,11 @@ class ModelSpec:
                 remedy="start from a checkpoint that transformers has saved",
             )
         return value
+
+    @property
+    def num_trainable_parameters(self) -> int:
+        """Parameters that have gradients and optimizer state, adapters included."""
+        return sum(unit.num_trainable_parameters for unit in self.units)
 
     def parameter_names(self) -> Iterator[str]:
         """Names of all parameters, in order of units and offsets."""

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 _PLAIN = (bool, int, float, str, type(None))
-_INDEX = ("layer_idx", "layer_id", "layer_index")
+# Where a layer is, not what it is; PEFT's layers keep their own path among their "kwargs".
+_INDEX = ("layer_idx", "layer_id", "layer_index", "kwargs")
 
 
 def structure(layer: nn.Module) -> tuple[Any, ...]:
@@ -43,8 +44,12 @@ def covering_prefix(layers: Sequence[nn.Module], limit: int) -> int:
 def _is_plain(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return all(isinstance(item, _PLAIN) for item in value)
+    if isinstance(value, dict):  # by adapter, in PEFT's layers
+        return all(isinstance(item, _PLAIN) for pair in value.items() for item in pair)
     return isinstance(value, _PLAIN)
 
 
 def _frozen(value: Any) -> Any:
+    if isinstance(value, dict):
+        return tuple(value.items())
     return tuple(value) if isinstance(value, list) else value

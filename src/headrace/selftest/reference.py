@@ -9,13 +9,18 @@ from __future__ import annotations
 import copy
 import itertools
 import sys
+import tempfile
+import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional as F  # noqa: N812 - its name everywhere
 
 from headrace.batch import IGNORE_INDEX
+from headrace.models.adapters import plain_name
 from headrace.models.anatomy import accepted
+from headrace.store.adapter_files import write_adapter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -38,7 +43,9 @@ def reference_model(spec: ModelSpec, state: ModelState) -> nn.Module:
             attn_implementation="eager",
             experts_implementation="eager",
         )
-    masters = {p.name: unit.master(p) for unit in state.units for p in unit.layout.params}
+    masters = {
+        p.name: unit.master(p) for unit in state.units for p in unit.layout.params if not p.adapter
+    }
     missing, unexpected = model.load_state_dict(masters, strict=False)
     assert not unexpected, unexpected
     assert not set(missing) - {f"{spec.parts.head_path}.weight"}, missing
@@ -46,6 +53,19 @@ def reference_model(spec: ModelSpec, state: ModelState) -> nn.Module:
     model.train()
     found: nn.Module = model
     return found
+
+
+def with_adapters(spec: ModelSpec, state: ModelState) -> nn.Module:
+    """The same with the state's adapters, as PEFT loads them from their files."""
+    from peft import PeftModel  # noqa: PLC0415 - optional, slow
+
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT's use of transformers' deprecated names
+        write_adapter(Path(folder), spec, state)
+        loaded = PeftModel.from_pretrained(reference_model(spec, state), folder, is_trainable=True)
+    loaded.train()
+    model: nn.Module = loaded.base_model.model  # transformers' own class, with PEFT's layers
+    return model
 
 
 def documents(batch: MicroBatch) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -79,7 +99,7 @@ def logits_of(model: nn.Module, ids_1T: torch.Tensor) -> torch.Tensor:
 def reference_gradients(
     model: nn.Module, batches: Sequence[MicroBatch]
 ) -> tuple[float, dict[str, torch.Tensor]]:
-    """Mean loss over the global batch and its gradient by parameter name.
+    """Mean loss over the global batch and its gradient by name of the trained parameters.
 
     A parameter without a gradient (an idle expert) has a zero one. Where the configuration asks
     for router logits, the class's own balancing loss is part of the gradient, not of the loss: of
@@ -106,9 +126,15 @@ def reference_gradients(
             loss = loss + weight * _balancing_loss(model, routers)
         loss.backward()  # type: ignore[no-untyped-call]  # untyped in torch
     return total, {
-        name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        _plain(name): torch.zeros_like(p) if p.grad is None else p.grad.clone()
         for name, p in model.named_parameters()
+        if p.requires_grad
     }
+
+
+def _plain(name: str) -> str:
+    """A parameter's name without what PEFT's wrappers add."""
+    return plain_name(name.replace(".modules_to_save.", "."))
 
 
 def _balancing_loss(model: Any, routers: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import HeadraceError, ModelRefusedError
 from headrace.models.spec import ModelSpec
 from headrace.selftest import checks
+from headrace.selftest.adapters import check_adapters, tiny_settings
 from headrace.selftest.reference import reference_model
 from headrace.selftest.twin import filled_state, tiny_config
 from headrace.selftest.verdict import (
@@ -61,7 +62,9 @@ def selftest_of(spec: ModelSpec, *, use_cache: bool = True) -> Verdict:
     versions = current_versions()
     architecture = type(spec.model).__name__
     tiny = tiny_config(spec)
-    key = cache_key(architecture, tiny.to_dict(), versions)
+    lora = None if spec.adapters is None else tiny_settings(spec.adapters)
+    switches = {"model": tiny.to_dict(), "lora": None if lora is None else asdict(lora)}
+    key = cache_key(architecture, switches, versions)
     if use_cache and (found := read_cached(key)) is not None:
         return found
     verdict = Verdict(
@@ -73,6 +76,8 @@ def selftest_of(spec: ModelSpec, *, use_cache: bool = True) -> Verdict:
     try:
         with _quiet():
             verdict = _run_checks(verdict, tiny)
+            if lora is not None:
+                verdict = _worse(verdict, check_adapters(tiny, lora))
     except HeadraceError as error:
         verdict = replace(verdict, verdict="refused", reason=error.message)
     except Exception as error:
@@ -95,7 +100,7 @@ def require_proof(spec: ModelSpec) -> Verdict | None:
     Raises:
         ModelRefusedError: the model would not train exactly.
     """
-    if spec.is_verified:
+    if spec.adapters is None and spec.is_verified:
         return None
     verdict = selftest_of(spec)
     if verdict.verdict != "ok":
@@ -122,6 +127,13 @@ def _quiet() -> Iterator[None]:
             hf_logging.enable_progress_bar()
 
 
+def _worse(verdict: Verdict, found: checks.GradientCheck) -> Verdict:
+    """The verdict with the larger of two gradient errors."""
+    if verdict.gradient_error is not None and verdict.gradient_error >= found.error:
+        return verdict
+    return replace(verdict, gradient_error=found.error, worst_parameter=found.parameter)
+
+
 def _run_checks(verdict: Verdict, tiny: Any) -> Verdict:
     spec = ModelSpec.from_config(tiny)
     state = filled_state(spec)
@@ -129,11 +141,10 @@ def _run_checks(verdict: Verdict, tiny: Any) -> Verdict:
         model = reference_model(spec, state)
         verdict = replace(verdict, num_layers=spec.num_layers)
         found = checks.check_gradients(spec, state, model)
-        verdict = replace(verdict, gradient_error=found.error, worst_parameter=found.parameter)
+        verdict = _worse(verdict, found)
         verdict = replace(verdict, packing_leak=checks.packing_leak(spec, state))
         if spec.auxiliary_loss is not None:
-            found = checks.check_auxiliary_loss(tiny, found)
-            verdict = replace(verdict, gradient_error=found.error, worst_parameter=found.parameter)
+            verdict = _worse(verdict, checks.check_auxiliary_loss(tiny, found))
         return replace(verdict, reload_error=checks.reload_error(spec, state, model))
     finally:
         state.close()

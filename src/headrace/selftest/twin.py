@@ -60,6 +60,8 @@ def _value(
         return 0.2 * noise - 2.0
     if len(param.shape) < 2:
         return unit.master(param) + 0.2 * noise
+    if param.adapter:  # beside the matrix, not in its place
+        return 0.5 * noise / math.sqrt(param.shape[-1])
     if param.local_name == spec.embedding_name:
         return noise if not spec.tied else 0.5 * noise
     return MATRIX_GAIN * noise / math.sqrt(param.shape[-1])

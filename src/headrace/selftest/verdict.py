@@ -72,9 +72,9 @@ def current_versions() -> dict[str, str]:
     }
 
 
-def cache_key(architecture: str, config: Mapping[str, Any], versions: Mapping[str, str]) -> str:
-    """A digest of class, switches and versions; ``config`` is that of the tiny twin."""
-    text = json.dumps([SCHEMA, architecture, config, versions], sort_keys=True, default=str)
+def cache_key(architecture: str, switches: Mapping[str, Any], versions: Mapping[str, str]) -> str:
+    """A digest of class, switches and versions; switches are those of the tiny twin."""
+    text = json.dumps([SCHEMA, architecture, switches, versions], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

@@ -10,12 +10,14 @@ model's size; a kill at any moment leaves the previous checkpoint; resume is bit
 from __future__ import annotations
 
 import copy
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from headrace.errors import CheckpointError
+from headrace.store.adapter_files import read_adapter
 from headrace.store.carried import CarriedTensors
 from headrace.store.folders import (
     FORMAT_VERSION,
@@ -34,6 +36,7 @@ from headrace.store.identity import check_same_model, check_tensor, read_optimiz
 from headrace.store.safetensors_io import SafetensorsReader, read_index
 from headrace.store.shards import (
     ShardWriter,
+    adapter_groups,
     optimizer_groups,
     optimizer_tensors,
     weight_groups,
@@ -45,15 +48,19 @@ from headrace.units import GIB
 
 if TYPE_CHECKING:
     from headrace.models.spec import ModelSpec
+    from headrace.store.shards import TensorGroup
     from headrace.store.snapshot import StateSource
     from headrace.store.state import ModelState, StateDtype
 
 SHARD_BYTES = 4 * GIB
 
 
-def checkpoint_bytes(state: ModelState) -> int:
+def checkpoint_bytes(spec: ModelSpec, state: ModelState) -> int:
     """Bytes of weights and optimizer state that a checkpoint writes."""
-    return state.state_bytes
+    if spec.adapters is None:
+        return state.state_bytes
+    # A float32 copy, two moments, and the remainder of a split master.
+    return (14 if state.dtype == "bfloat16" else 12) * spec.num_trainable_parameters
 
 
 def save_checkpoint(
@@ -107,9 +114,13 @@ def write_checkpoint(
     """
     output_dir = Path(output_dir)
     with new_checkpoint(output_dir, step) as folder:
-        groups = [*weight_groups(spec.weight_names, source), *spec.carried.groups()]
+        stem, groups, limit = "model", _whole_model(spec, source), SHARD_BYTES
+        if spec.adapters is not None:
+            spec.adapters.peft_config.save_pretrained(folder)
+            # PEFT reads one file.
+            stem, groups, limit = "adapter_model", adapter_groups(source), sys.maxsize
         with (
-            ShardWriter(folder, "model", groups, shard_bytes=SHARD_BYTES) as weights,
+            ShardWriter(folder, stem, groups, shard_bytes=limit) as weights,
             ShardWriter(
                 folder, "optimizer", optimizer_groups(source), shard_bytes=SHARD_BYTES
             ) as optimizer,
@@ -121,7 +132,9 @@ def write_checkpoint(
                 source.done(index)
             for _ in groups[num_units:]:
                 weights.write_next()
-        _write_config(folder, spec, source.dtype, tokenizer)
+        if spec.adapters is None:
+            _write_config(folder, spec, source.dtype)
+        _write_tokenizer(folder, tokenizer)
         record = {
             "format_version": FORMAT_VERSION,
             "step": step,
@@ -138,6 +151,8 @@ def write_checkpoint(
 def load_checkpoint(path: str | Path, spec: ModelSpec, state: ModelState) -> dict[str, Any]:
     """Fill ``state`` from a checkpoint, bitwise as it was saved; returns the trainer's state.
 
+    Of a run with adapters it holds them alone: the model must have been loaded before.
+
     Raises:
         CheckpointError: it is incomplete, of another model or of another dtype.
     """
@@ -150,9 +165,24 @@ def load_checkpoint(path: str | Path, spec: ModelSpec, state: ModelState) -> dic
             f"{path} was saved with dtype {record['dtype']}, this run has {state.dtype}",
             remedy=f"set dtype: {record['dtype']}",
         )
-    weights = read_index(path)
+    if spec.adapters is None:
+        _read_weights(path, set(record.get("carried", ())), spec, state)
+    else:
+        check_same_model(path, spec, state)
+        read_adapter(path, state)
     optimizer = read_optimizer_index(path)
-    carried = set(record.get("carried", ()))
+    with SafetensorsReader() as reader:
+        for unit in state.units:
+            for name, target in optimizer_tensors(unit).items():
+                value = reader.get(optimizer[name], name)
+                check_tensor(value, target, name, path)
+                target.copy_(value)
+    state.optimizer_step = record["optimizer_step"]
+    return dict(record["trainer_state"])
+
+
+def _read_weights(path: Path, carried: set[str], spec: ModelSpec, state: ModelState) -> None:
+    weights = read_index(path)
     pieces, _ = spec.weight_names.plan(weights.keys() - carried)
     check_same_model(path, spec, state)
     places = {p.name: (unit, p) for unit in state.units for p in unit.layout.params}
@@ -169,20 +199,15 @@ def load_checkpoint(path: str | Path, spec: ModelSpec, state: ModelState) -> dic
                 unit, param = places[name]
                 check_tensor(value, unit.stored(param, described=True), name, path)
                 unit.set_master(param, value)
-        for unit in state.units:
-            for name, target in optimizer_tensors(unit).items():
-                value = reader.get(optimizer[name], name)
-                check_tensor(value, target, name, path)
-                target.copy_(value)
     spec.carried = CarriedTensors(carried, weights)
-    state.optimizer_step = record["optimizer_step"]
-    return dict(record["trainer_state"])
 
 
 def export_pretrained(
     spec: ModelSpec, state: ModelState, out_dir: str | Path, tokenizer: Any = None
 ) -> Path:
     """Write a Hugging Face model folder; it appears under its name only when complete.
+
+    Adapters are merged into what is written; the state stays as it is.
 
     Raises:
         ConfigError: ``out_dir`` exists and is not empty.
@@ -192,15 +217,19 @@ def export_pretrained(
     snapshot = Snapshot(state)
     try:
         with new_folder(out_dir) as folder:
-            groups = [*weight_groups(spec.weight_names, snapshot), *spec.carried.groups()]
-            write_shards(folder, "model", groups, shard_bytes=SHARD_BYTES)
-            _write_config(folder, spec, state.dtype, tokenizer)
+            write_shards(folder, "model", _whole_model(spec, snapshot), shard_bytes=SHARD_BYTES)
+            _write_config(folder, spec, state.dtype)
+            _write_tokenizer(folder, tokenizer)
     finally:
         snapshot.close()
     return out_dir
 
 
-def _write_config(folder: Path, spec: ModelSpec, dtype: StateDtype, tokenizer: Any) -> None:
+def _whole_model(spec: ModelSpec, source: StateSource) -> list[TensorGroup]:
+    return [*weight_groups(spec, source), *spec.carried.groups()]
+
+
+def _write_config(folder: Path, spec: ModelSpec, dtype: StateDtype) -> None:
     # Weights under the names of a model of several modalities go with its configuration.
     whole = spec.weight_names.is_composite
     config = copy.deepcopy(spec.source_config if whole else spec.config)
@@ -208,6 +237,9 @@ def _write_config(folder: Path, spec: ModelSpec, dtype: StateDtype, tokenizer: A
     if not whole:
         config.architectures = [type(spec.model).__name__]
     config.save_pretrained(folder)
+
+
+def _write_tokenizer(folder: Path, tokenizer: Any) -> None:
     if tokenizer is None:
         return
     try:

@@ -10,6 +10,7 @@ import json
 from typing import TYPE_CHECKING
 
 from headrace.errors import CheckpointError
+from headrace.store.adapter_files import WEIGHTS_FILE, described_adapter
 from headrace.store.folders import RECORD
 from headrace.store.safetensors_io import (
     describe_tensors,
@@ -35,10 +36,19 @@ def check_same_model(path: Path, spec: ModelSpec, state: ModelState) -> None:
     Raises:
         CheckpointError: naming tensors that differ.
     """
+    if spec.adapters is not None:
+        file = path / WEIGHTS_FILE
+        found = dict.fromkeys(tensor_names(file), file)
+        _check_set(path, found, map(described_adapter, state.units))
+    else:
+        _check_weights(path, spec, state)
+    _check_set(path, read_optimizer_index(path), map(optimizer_tensors, state.units))
+
+
+def _check_weights(path: Path, spec: ModelSpec, state: ModelState) -> None:
     carried = set(json.loads((path / RECORD).read_text()).get("carried", ()))
     weights = {name: file for name, file in read_index(path).items() if name not in carried}
     _check_set(path, weights, (described_weights(spec.weight_names, unit) for unit in state.units))
-    _check_set(path, read_optimizer_index(path), map(optimizer_tensors, state.units))
 
 
 def read_optimizer_index(path: Path) -> dict[str, Path]:

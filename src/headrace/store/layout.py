@@ -36,6 +36,7 @@ class ParamSpec:
         offset: first element in the unit's flat buffer.
         trainable: whether it has gradients and optimizer state.
         buffer: it is no parameter but a buffer that checkpoints hold (a routing bias).
+        adapter: it is a matrix of a low-rank adapter, in files of its own.
         low_offset: where the low halves of its values lie in the flat buffer, for what a bfloat16
             model computes in float32 all the same (its class says so); else None.
     """
@@ -46,6 +47,7 @@ class ParamSpec:
     offset: int
     trainable: bool
     buffer: bool = False
+    adapter: bool = False
     low_offset: int | None = None
 
     @property
@@ -83,8 +85,8 @@ class UnitLayout:
 
     @property
     def num_parameters(self) -> int:
-        """Elements that are parameters, alignment and buffers not counted."""
-        return sum(param.numel for param in self.params if not param.buffer)
+        """Elements that are the model's parameters; no alignment, buffers or adapters."""
+        return sum(p.numel for p in self.params if not p.buffer and not p.adapter)
 
     @property
     def float32_params(self) -> tuple[ParamSpec, ...]:
@@ -103,6 +105,7 @@ def plan_unit(
     *,
     buffers: Collection[str] = (),
     float32: Collection[str] = (),
+    adapters: Collection[str] = (),
 ) -> UnitLayout:
     """Lay out a unit from ``(name, local_name, shape, trainable)`` tuples.
 
@@ -115,6 +118,7 @@ def plan_unit(
         params: parameters, and buffers that checkpoints hold.
         buffers: full names of those that are buffers.
         float32: full names of those that a bfloat16 model computes in float32.
+        adapters: full names of those that belong to low-rank adapters.
     """
     ordered = sorted(
         params,
@@ -130,6 +134,7 @@ def plan_unit(
             offset=offset,
             trainable=trainable,
             buffer=full_name in buffers,
+            adapter=full_name in adapters,
         )
         placed.append(param)
         offset = align(offset + param.numel)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from headrace.errors import ConfigError, DataError
+from headrace.models.adapters import plain_name
 from headrace.store.carried import CarriedTensors
 from headrace.store.safetensors_io import SafetensorsReader, read_index
 
@@ -61,7 +62,9 @@ def load_pretrained(
         return _load_gguf(spec, state, path, gguf_file)
     files = read_index(path)
     pieces, unused = spec.weight_names.plan(files)
-    places = {p.name: (unit, p) for unit in state.units for p in unit.layout.params}
+    places = {
+        p.name: (unit, p) for unit in state.units for p in unit.layout.params if not p.adapter
+    }
     order = {name: index for index, name in enumerate(places)}
     pieces.sort(key=lambda piece: order.get(piece.name, len(order)))  # unit by unit
     missing = dict(places)
@@ -111,7 +114,7 @@ def _fill_missing(
         if here:
             values = _fresh_values(spec, number, seed=0)
             for param in here:
-                unit.set_master(param, values[param.local_name])
+                unit.set_master(param, values[plain_name(param.local_name)])
 
 
 def _check_tied(file: str, embedding: torch.Tensor, head: torch.Tensor) -> None:
@@ -141,6 +144,8 @@ def _load_gguf(spec: ModelSpec, state: ModelState, folder: Path, gguf_file: str)
         _check_tied(gguf_file, tensors[_embedding(spec).name], head)
     for layout, unit in zip(state.layouts, state.units, strict=True):
         for param in layout.params:
+            if param.adapter:
+                continue
             if param.name not in tensors:
                 raise DataError(f"{gguf_file} has no tensor {param.name!r}")
             unit.set_master(param, tensors.pop(param.name))
@@ -156,19 +161,20 @@ def initialise(spec: ModelSpec, state: ModelState, *, seed: int) -> None:
     for number, (layout, unit) in enumerate(zip(state.layouts, state.units, strict=True)):
         values = _fresh_values(spec, number, seed=seed)
         for param in layout.params:
-            unit.set_master(param, values[param.local_name])
+            if not param.adapter:
+                unit.set_master(param, values[plain_name(param.local_name)])
 
 
 def _fresh_values(spec: ModelSpec, number: int, *, seed: int) -> dict[str, torch.Tensor]:
-    """A unit's tensors as a fresh model has them, by local name."""
+    """A unit's tensors as a fresh model has them, by local name in the plain model."""
     rule: Callable[[nn.Module], None] = spec.model._init_weights  # type: ignore[assignment]  # noqa: SLF001 - the class's own rule has no public name
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed * 1_000_003 + number)
         values = dict(_initialised(spec.unit_modules(number), rule))
     for param in spec.units[number].params:
-        constant = spec.constant(param.name)
+        constant = None if param.adapter else spec.constant(param.name)
         if constant is not None:
-            values[param.local_name].fill_(constant)
+            values[plain_name(param.local_name)].fill_(constant)
     return values
 
 

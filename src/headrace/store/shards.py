@@ -11,6 +11,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
+from headrace.store.adapter_files import adapter_tensors, described_adapter, merged
 from headrace.store.safetensors_io import StreamWriter
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from headrace.models.spec import ModelSpec
     from headrace.store.conversion import WeightNames
     from headrace.store.snapshot import StateSource
     from headrace.store.state import UnitState
@@ -42,23 +44,36 @@ class TensorGroup:
         return sum(tensor.nbytes for tensor in self.described.values())
 
 
-def weight_groups(names: WeightNames, source: StateSource) -> list[TensorGroup]:
-    """The weights of every unit in the form of the model's checkpoints."""
-    return [_weights_of(names, source, index) for index in range(len(source.described))]
+def weight_groups(spec: ModelSpec, source: StateSource) -> list[TensorGroup]:
+    """The weights of every unit in the form of the model's checkpoints, adapters merged."""
+    return [_weights_of(spec, source, index) for index in range(len(source.described))]
 
 
-def _weights_of(names: WeightNames, source: StateSource, index: int) -> TensorGroup:
+def _weights_of(spec: ModelSpec, source: StateSource, index: int) -> TensorGroup:
     def make() -> Mapping[str, torch.Tensor]:
         unit = source.unit(index)
-        return names.to_checkpoint({p.name: unit.stored(p) for p in unit.layout.params})
+        plain = [param for param in unit.layout.params if not param.adapter]
+        return spec.weight_names.to_checkpoint({p.name: merged(spec, unit, p) for p in plain})
 
-    described = described_weights(names, source.described[index])
+    described = described_weights(spec.weight_names, source.described[index])
     return TensorGroup(described=described, make=make)
 
 
 def described_weights(names: WeightNames, unit: UnitState) -> dict[str, torch.Tensor]:
     """What a checkpoint holds of a unit's weights, on the meta device."""
-    return names.to_checkpoint({p.name: unit.stored(p, described=True) for p in unit.layout.params})
+    plain = [param for param in unit.layout.params if not param.adapter]
+    return names.to_checkpoint({p.name: unit.stored(p, described=True) for p in plain})
+
+
+def adapter_groups(source: StateSource) -> list[TensorGroup]:
+    """The trained parameters of every unit as PEFT's files hold them."""
+    return [
+        TensorGroup(
+            described=described_adapter(unit),
+            make=lambda index=index: adapter_tensors(source.unit(index)),  # type: ignore[misc]  # bound here
+        )
+        for index, unit in enumerate(source.described)
+    ]
 
 
 def optimizer_groups(source: StateSource) -> list[TensorGroup]:

@@ -1,0 +1,281 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685) on the layers of a model that itself stays frozen.
+
+PEFT's own modules stand in the layer templates, so that what runs is what PEFT runs; here is
+decided which matrices get one, and how PEFT's names and the model's belong together. Invariant:
+PEFT, given the configuration that is saved, puts adapters on the same matrices and no others.
+Adapters have masters and moments; everything else has neither. This module holds no values.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import nn
+
+from headrace.errors import ConfigError, ModelRefusedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+ADAPTER = "default"  # PEFT's name for the only adapter of a model
+ALL_LINEAR = "all-linear"
+KEY_PREFIX = "base_model.model."  # of every name in PEFT's files
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraSettings:
+    """What adapters a model gets.
+
+    Attributes:
+        rank: columns of A and rows of B.
+        alpha: the product B A is scaled by ``alpha / rank``.
+        target_modules: ``"all-linear"``, a regular expression that whole module names must match,
+            or names that they end with, as in PEFT.
+        layers: numbers of the layers that get adapters; None for all.
+        use_rslora: scale by ``alpha / sqrt(rank)`` instead (arXiv:2312.03732).
+        initialisation: of A: ``"default"`` (Kaiming, as PEFT) or ``"gaussian"``; B is zero.
+        modules_to_save: modules that are trained whole, by what their names end with, as in PEFT.
+    """
+
+    rank: int = 8
+    alpha: float = 16.0
+    target_modules: str | tuple[str, ...] = ALL_LINEAR
+    layers: tuple[int, ...] | None = None
+    use_rslora: bool = False
+    initialisation: Literal["default", "gaussian"] = "default"
+    modules_to_save: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse what gives no adapter."""
+        if self.rank < 1:
+            raise ConfigError(f"the rank of adapters is {self.rank}; it must be at least 1")
+        if not 0 < self.alpha < float("inf"):
+            raise ConfigError(f"the alpha of adapters is {self.alpha}; it must be above 0")
+        if isinstance(self.target_modules, str) and self.target_modules != ALL_LINEAR:
+            try:
+                re.compile(self.target_modules)
+            except re.error as error:
+                raise ConfigError(
+                    f"adapter targets {self.target_modules!r}: {error}",
+                    remedy="a list of names, a regular expression, or all-linear",
+                ) from error
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The adapters of one model.
+
+    Attributes:
+        settings: what was asked for.
+        peft_config: PEFT's configuration of the same adapters.
+        layers: the decoder layers with PEFT's modules in them, on the meta device.
+        layers_path: where the plain model has them.
+        targets: paths of the matrices that have an adapter, in the plain model.
+        skipped: matrices that ``all-linear`` leaves out, because PEFT gives their names to experts.
+    """
+
+    settings: LoraSettings
+    peft_config: Any
+    layers: nn.ModuleList
+    layers_path: str
+    targets: tuple[str, ...]
+    skipped: tuple[str, ...]
+
+    @property
+    def relative_targets(self) -> tuple[str, ...]:
+        """Paths inside a layer of the matrices that have an adapter."""
+        inside = {
+            path.removeprefix(f"{self.layers_path}.").partition(".")[2] for path in self.targets
+        }
+        return tuple(sorted(inside))
+
+    def module(self, target: str) -> Any:
+        """PEFT's module of a target."""
+        return self.layers.get_submodule(target.removeprefix(f"{self.layers_path}."))
+
+
+def attach(
+    plain: nn.Module, layers_path: str, settings: LoraSettings, build: Callable[[], nn.Module]
+) -> Adapters:
+    """Give a twin of ``plain`` adapters.
+
+    Args:
+        plain: the causal LM.
+        layers_path: where it has its decoder layers.
+        settings: which adapters.
+        build: makes another causal LM like ``plain``, on the meta device.
+
+    Raises:
+        ConfigError: a target means no matrix, or peft is not installed.
+        ModelRefusedError: a target cannot have an adapter here.
+    """
+    targets = find_targets(plain, layers_path, settings)
+    config, layers, found = _injected(build(), layers_path, settings, targets)
+    elsewhere = sorted(set(targets) - set(found))
+    if elsewhere:
+        # PEFT gives the names of experts' former modules to the experts' fused tensors.
+        if settings.target_modules != ALL_LINEAR:
+            raise ModelRefusedError(
+                f"PEFT puts an adapter for {elsewhere[0]} on the fused experts of "
+                f"{type(plain).__name__}, and headrace has none for experts",
+                remedy="leave these names out of lora_target_modules, or use all-linear, which "
+                "does",
+            )
+        targets = [target for target in targets if target not in elsewhere]
+        config, layers, found = _injected(build(), layers_path, settings, targets)
+    strange = sorted(set(found) ^ set(targets))
+    if strange or not targets:
+        raise ModelRefusedError(
+            f"PEFT puts adapters elsewhere than on the linear layers of {type(plain).__name__}"
+            + (f": {strange[0]}" if strange else "")
+        )
+    return Adapters(settings, config, layers, layers_path, tuple(targets), tuple(elsewhere))
+
+
+def find_targets(plain: nn.Module, layers_path: str, settings: LoraSettings) -> list[str]:
+    """Paths of the matrices that ``settings`` mean.
+
+    Raises:
+        ConfigError: a name means nothing.
+        ModelRefusedError: a name means what can have no adapter.
+    """
+    prefix = f"{layers_path}."
+    wanted = settings.target_modules
+    found, used = [], set()
+    for path, module in plain.named_modules():
+        if wanted == ALL_LINEAR:
+            chosen = path.startswith(prefix) and _is_linear(module)
+        elif isinstance(wanted, str):
+            chosen = re.fullmatch(wanted, path) is not None
+        else:
+            names = {name for name in wanted if _ends_with(path, name)}
+            used |= names
+            chosen = bool(names)
+        if not chosen or not _in_layers(path, prefix, settings.layers):
+            continue
+        if is_saved_whole(f"{path}.weight", settings):
+            continue
+        _check_target(path, module, prefix)
+        found.append(path)
+    lacking = [] if isinstance(wanted, str) else sorted(set(wanted) - used)
+    if lacking or not found:
+        what = ", ".join(map(repr, lacking)) or repr(wanted)
+        known = sorted({path.rpartition(".")[2] for path in _linear_paths(plain, prefix)})
+        near = difflib.get_close_matches(lacking[0] if lacking else str(wanted), known, n=1)
+        raise ConfigError(
+            f"adapter targets: no module of {type(plain).__name__} is named {what}"
+            + ("" if settings.layers is None else " in the layers asked for"),
+            remedy=(f"did you mean {near[0]}? " if near else "")
+            + f"its layers have {', '.join(known)}",
+        )
+    return found
+
+
+def _in_layers(path: str, prefix: str, layers: tuple[int, ...] | None) -> bool:
+    if layers is None or not path.startswith(prefix):
+        return True
+    return int(path.removeprefix(prefix).partition(".")[0]) in layers
+
+
+def _linear_paths(plain: nn.Module, prefix: str) -> Iterator[str]:
+    for path, module in plain.named_modules():
+        if path.startswith(prefix) and _is_linear(module):
+            yield path
+
+
+def _is_linear(module: nn.Module) -> bool:
+    from transformers.pytorch_utils import Conv1D  # noqa: PLC0415 - slow; a model exists by now
+
+    return type(module) in (nn.Linear, Conv1D)
+
+
+def _ends_with(path: str, name: str) -> bool:
+    return path == name or path.endswith(f".{name}")
+
+
+def _check_target(path: str, module: nn.Module, prefix: str) -> None:
+    if not path.startswith(prefix):
+        raise ModelRefusedError(
+            f"adapters on {path} are not supported: embedding and head stream with the loss, and "
+            "only decoder layers have adapters",
+            remedy="lora_modules_to_save trains them whole",
+        )
+    if not _is_linear(module):
+        raise ModelRefusedError(
+            f"adapters on {path} are not supported: it is a {type(module).__name__}, and only "
+            "linear layers have adapters (experts are one fused tensor, routers choose by theirs)",
+            remedy="lora_modules_to_save trains it whole",
+        )
+
+
+def _injected(
+    model: nn.Module, layers_path: str, settings: LoraSettings, targets: list[str]
+) -> tuple[Any, nn.ModuleList, list[str]]:
+    """PEFT's configuration, the layers with its modules, and where it put adapters."""
+    try:
+        from peft import LoraConfig, inject_adapter_in_model  # noqa: PLC0415 - optional, slow
+        from peft.tuners.lora import LoraLayer  # noqa: PLC0415 - as above
+    except ImportError as error:
+        raise ConfigError(
+            "adapter: lora needs the package peft", remedy="pip install 'headrace[lora]'"
+        ) from error
+    import warnings  # noqa: PLC0415 - beside its only use
+
+    if not targets:
+        raise ModelRefusedError(f"no linear layer of {type(model).__name__} can have an adapter")
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=settings.rank,
+        lora_alpha=_whole(settings.alpha),
+        target_modules=_shortest(model, targets),
+        use_rslora=settings.use_rslora,
+        init_lora_weights=True if settings.initialisation == "default" else "gaussian",
+        bias="none",
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what PEFT remarks on is checked by its result
+        inject_adapter_in_model(config, model, adapter_name=ADAPTER, low_cpu_mem_usage=True)
+    model.train()
+    found = [path for path, module in model.named_modules() if isinstance(module, LoraLayer)]
+    config.modules_to_save = list(settings.modules_to_save) or None
+    config.inference_mode = True  # as PEFT saves it
+    layers = model.get_submodule(layers_path)
+    assert isinstance(layers, nn.ModuleList)
+    return config, layers, found
+
+
+def _shortest(model: nn.Module, targets: list[str]) -> list[str]:
+    """Names by which PEFT finds the same modules: their last parts, if these mean no others."""
+    leaves = {path.rpartition(".")[2] for path in targets}
+    meant = {path for path, _ in model.named_modules() if path.rpartition(".")[2] in leaves}
+    return sorted(leaves) if meant == set(targets) else list(targets)
+
+
+def _whole(value: float) -> float | int:
+    return int(value) if value == int(value) else value
+
+
+# -- names ---------------------------------------------------------------------------------
+
+
+def is_adapter(name: str) -> bool:
+    """A parameter's path in the templates is that of an adapter's matrix."""
+    return f".{ADAPTER}." in name and ".lora_" in name
+
+
+def plain_name(name: str) -> str:
+    """A parameter's path in the templates, as the plain model or PEFT's files name it."""
+    return name.replace(".base_layer.", ".").replace(f".{ADAPTER}.", ".")
+
+
+def is_saved_whole(name: str, settings: LoraSettings) -> bool:
+    """A plain parameter belongs to one of ``modules_to_save``."""
+    module = name.rpartition(".")[0]
+    while module:
+        if any(module.endswith(wanted) for wanted in settings.modules_to_save):
+            return True
+        module = module.rpartition(".")[0]
+    return False
