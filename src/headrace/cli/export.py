@@ -18,16 +18,27 @@ def export(
     ],
     out: Annotated[Path, typer.Argument(help="A new folder for the model.")],
     *,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Add the adapters of a LoRA run to its model.")
+    ] = False,
+    base: Annotated[
+        Path | None,
+        typer.Option("--base", help="With --merge: the run's model, if it has moved."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face model folder.
 
-    AutoModelForCausalLM.from_pretrained loads it; optimizer state stays behind.
+    AutoModelForCausalLM.from_pretrained loads it; optimizer state stays behind. Of a LoRA run it
+    is the adapter, for PeftModel.from_pretrained, unless --merge is given.
     """
-    from headrace.trainer.export import export_checkpoint
+    from headrace.errors import ConfigError
+    from headrace.trainer.export import export_checkpoint, export_merged
     from headrace.units import format_bytes
 
-    result = export_checkpoint(source, out)
+    if base is not None and not merge:
+        raise ConfigError("--base has no effect without --merge", remedy="add --merge")
+    result = export_merged(source, out, base=base) if merge else export_checkpoint(source, out)
     if as_json:
         print(json.dumps(vars(result), default=str))
     else:

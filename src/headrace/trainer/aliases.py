@@ -31,6 +31,10 @@ RENAMED = {
     "test_datasets": "eval_datasets",
     # LLaMA-Factory
     "cutoff_len": "max_length",
+    "lora_rank": "lora_r",
+    "additional_target": "lora_modules_to_save",
+    "adapter_name_or_path": "lora_model_dir",
+    "use_rslora": "peft_use_rslora",
     # transformers, TRL and their older versions
     "max_seq_length": "max_length",
     "block_size": "max_length",
@@ -71,6 +75,11 @@ DROPPED = {
     "is_llama_derived_model": "the model's own class is used",
     "pad_to_sequence_len": "packed rows are always max_length long, others padded to the longest",
     "remove_unused_columns": "only the columns a dataset type needs are read",
+    "lora_fan_in_fan_out": "it follows from the layer's class",
+    "lora_on_cpu": "the base lies in host memory in any case",
+    "lora_mlp_kernel": "layers are compiled",
+    "lora_qkv_kernel": "layers are compiled",
+    "lora_o_kernel": "layers are compiled",
     "eval_sample_packing": "evaluation rows are made like training rows",
 }
 
@@ -82,10 +91,15 @@ REFUSED = {
     "load_in_8bit": "full-parameter training needs plain weights",
     "load_in_4bit": "full-parameter training needs plain weights",
     "quantization_bit": "full-parameter training needs plain weights",
-    "lora_r": "this version trains all weights and has no adapters",
-    "lora_rank": "this version trains all weights and has no adapters",
-    "lora_model_dir": "this version trains all weights and has no adapters",
-    "adapter_name_or_path": "this version trains all weights and has no adapters",
+    "peft_use_dora": "headrace has plain LoRA; DoRA reads the whole weight for its norm",
+    "use_dora": "headrace has plain LoRA; DoRA reads the whole weight for its norm",
+    "lora_target_parameters": "adapters are for linear layers; experts are one fused tensor",
+    "target_parameters": "adapters are for linear layers; experts are one fused tensor",
+    "peft_layers_pattern": "peft_layers_to_transform counts the decoder layers",
+    "loraplus_lr_ratio": "A and B have one learning rate; param_groups gives them others",
+    "loftq": "full-precision bases need no LoftQ",
+    "relora": "restarts of adapters are not supported",
+    "lisa_n_layers": "LISA is not supported; unfrozen_parameters chooses what is trained",
     "fp16": "float16 gradients overflow; headrace trains in bfloat16 or float32",
     "group_by_length": "grouping by length biases the order; packing wastes less",
     "neftune_noise_alpha": "noise in the embeddings is not supported",
@@ -96,7 +110,6 @@ REFUSED = {
     "push_to_hub": "headrace sends nothing anywhere",
     "hub_model_id": "headrace sends nothing anywhere",
     "load_best_model_at_end": "the last checkpoint is the result; evaluations name the best step",
-    "unfrozen_parameters": "this version trains all weights",
 }
 
 _REMEDY = {
@@ -144,6 +157,26 @@ def _only(key: str, *allowed: Any) -> Callable[[Any], dict[str, Any]]:
     return check
 
 
+def _finetuning_type(value: Any) -> dict[str, Any]:
+    if value not in ("full", "lora"):
+        raise ConfigError(
+            f"finetuning_type: {value!r} is refused: headrace trains all weights or LoRA adapters",
+            remedy="finetuning_type: full or lora; unfrozen_parameters chooses what is trained",
+        )
+    return {"adapter": "lora"} if value == "lora" else {}
+
+
+def _use_peft(value: Any) -> dict[str, Any]:
+    return {"adapter": "lora"} if value else {}
+
+
+def _lora_target(value: Any) -> dict[str, Any]:
+    if value == "all":
+        return {"lora_target_linear": True}
+    names = value.split(",") if isinstance(value, str) else value
+    return {"lora_target_modules": [name.strip() for name in names]}
+
+
 # Keys that become something else, by value.
 CONVERTED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "bf16": _bf16,
@@ -152,9 +185,10 @@ CONVERTED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "no_cuda": _use_cpu,
     "auto_resume_from_checkpoints": _auto_resume,
     "stage": _only("stage", "pt", "sft"),
-    "finetuning_type": _only("finetuning_type", "full"),
+    "finetuning_type": _finetuning_type,
+    "use_peft": _use_peft,
+    "lora_target": _lora_target,
     "do_train": _only("do_train", True),
-    "adapter": _only("adapter", None, ""),
 }
 
 

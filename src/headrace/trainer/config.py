@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from headrace.data.loader import LoaderSettings
 from headrace.data.packing import RowSettings
@@ -22,6 +22,7 @@ from headrace.engine.config import AdamWConfig, EngineConfig, ParamGroup
 from headrace.errors import ConfigError
 from headrace.trainer.aliases import translate
 from headrace.trainer.config_file import apply_override, read_yaml, refuse_unknown
+from headrace.trainer.model_keys import ModelKeys
 from headrace.trainer.schedule import Schedule, ScheduleSettings, resolve_warmup
 from headrace.units import parse_bytes
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-class TrainConfig(BaseModel):
+class TrainConfig(ModelKeys):
     """Everything about a training run; each field is a key of the YAML file."""
 
     model_config = ConfigDict(
@@ -41,20 +42,6 @@ class TrainConfig(BaseModel):
         use_attribute_docstrings=True,
     )
 
-    model_name_or_path: str | None = None
-    """Folder (or name in the local hub cache) whose weights training starts from."""
-    scratch_config: str | dict[str, Any] | None = Field(default=None, alias="model_config")
-    """Start from random weights instead: a config.json, its folder, or its contents."""
-    tokenizer_name_or_path: str | None = None
-    """Tokenizer folder or cached name; the model's own by default."""
-    gguf_file: str | None = None
-    """Name of a GGUF file in model_name_or_path to read the weights from."""
-    trust_remote_code: bool = False
-    """Run Python code that ships with the model."""
-    eos_token: str | None = None
-    """Token that ends a document, for tokenizers that name none."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Working weights; the master weights are float32 either way."""
     seed: int = Field(default=42, ge=-(2**63), lt=2**63)
     """Of the initialisation, and of the data order unless data_seed is set."""
     data_seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)

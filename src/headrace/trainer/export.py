@@ -1,7 +1,8 @@
 """Checkpoints as plain Hugging Face model folders.
 
-Owns ``headrace export``. A checkpoint's weights are already in Hugging Face's layout, so they
-are copied file by file by the kernel: memory does not grow with the model. The invariant: the
+Owns ``headrace export``. A checkpoint's weights are already in Hugging Face's layout (adapters in
+PEFT's), so they are copied file by file by the kernel: memory does not grow with the model. Merging
+adapters reads the model they belong to. The invariant: the
 folder appears under its name only when it is complete, and no optimizer state goes into it.
 """
 
@@ -14,7 +15,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.errors import CapacityError, CheckpointError, ConfigError
-from headrace.store.checkpoint import RECORD, find_problem, latest_checkpoint
+from headrace.store.adapter_files import CONFIG_FILE, read_adapter
+from headrace.store.checkpoint import (
+    RECORD,
+    export_pretrained,
+    find_problem,
+    latest_checkpoint,
+    read_record,
+)
+from headrace.store.loading import load_pretrained
+from headrace.store.state import ModelState
+from headrace.trainer.config import resolve
+from headrace.trainer.preflight import (
+    load_model_config,
+    load_tokenizer,
+    model_folder,
+    take_apart,
+)
 from headrace.units import format_bytes
 
 
@@ -113,6 +130,50 @@ def export_checkpoint(source: str | Path, out: str | Path) -> ExportResult:
         raise _not_writable(out, error) from error
     return ExportResult(
         checkpoint=checkpoint, folder=out, num_bytes=num_bytes, files=tuple(f.name for f in files)
+    )
+
+
+def export_merged(
+    source: str | Path, out: str | Path, *, base: str | Path | None = None
+) -> ExportResult:
+    """Write the model of a run with adapters, each adapter added to its matrix.
+
+    The result has the run's dtype; host memory holds the model's weights once.
+
+    Args:
+        source: a checkpoint, or a run folder.
+        out: must not exist, or be empty.
+        base: the model the adapters belong to, if it is no longer where the run had it.
+
+    Raises:
+        CheckpointError: no complete checkpoint there.
+        ConfigError: it has no adapters, the model is not there, or ``out`` is taken.
+        CapacityError: the disk has no room.
+    """
+    checkpoint, out = find_checkpoint(Path(source)), Path(out)
+    if not (checkpoint / CONFIG_FILE).is_file():
+        raise ConfigError(
+            f"{checkpoint} has no adapters to merge", remedy="leave out --merge: it is whole"
+        )
+    saved = read_record(checkpoint)["trainer_state"].get("config", {})
+    changes = {} if base is None else {"model_name_or_path": str(base)}
+    config, _ = resolve(saved | changes)
+    tokenizer = load_tokenizer(config)
+    spec = take_apart(config, load_model_config(config, tokenizer))
+    state = ModelState(spec.units, config.dtype)
+    try:
+        folder = model_folder(str(config.model_name_or_path))
+        load_pretrained(spec, state, folder, gguf_file=config.gguf_file)
+        read_adapter(checkpoint, state)
+        export_pretrained(spec, state, out, tokenizer)
+    finally:
+        state.close()
+    files = sorted(file for file in out.iterdir() if file.is_file())
+    return ExportResult(
+        checkpoint=checkpoint,
+        folder=out,
+        num_bytes=sum(file.stat().st_size for file in files),
+        files=tuple(file.name for file in files),
     )
 
 

@@ -20,12 +20,13 @@ from headrace.data.files import resolve_files
 from headrace.data.templates import resolve_template
 from headrace.errors import CapacityError, ConfigError
 from headrace.models.building import load_config
+from headrace.models.spec import ModelSpec
 from headrace.store.checkpoint import list_checkpoints
+from headrace.trainer.adapters import adapter_settings, check_listed
 from headrace.trainer.model_config import check_sizes, refuse_unknown_keys, usable
 from headrace.units import format_bytes
 
 if TYPE_CHECKING:
-    from headrace.models.spec import ModelSpec
     from headrace.trainer.config import TrainConfig
 
 
@@ -228,6 +229,40 @@ def _read_model_config(config: TrainConfig, tokenizer: Any) -> Any:
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             values.setdefault(name, getattr(tokenizer, name))
     return AutoConfig.for_model(**values)
+
+
+def take_apart(config: TrainConfig, model_config: Any) -> ModelSpec:
+    """The structure of the model to train, and which of its parameters are.
+
+    Raises:
+        ModelRefusedError: it cannot be trained exactly.
+        ConfigError: a pattern or a target means no parameter, or nothing is left to train.
+    """
+    settings = adapter_settings(config)
+    if settings is not None:
+        spec = ModelSpec.from_config(model_config, lora=settings)
+        check_listed(config, spec)
+        return spec
+    names: list[str] = []
+
+    def trained(name: str) -> bool:
+        names.append(name)
+        return config.is_trained(name)
+
+    try:
+        return ModelSpec.from_config(model_config, trainable=trained)
+    finally:
+        _check_patterns(config, names)
+
+
+def _check_patterns(config: TrainConfig, names: list[str]) -> None:
+    for key in ("unfrozen_parameters", "frozen_parameters"):
+        for pattern in getattr(config, key):
+            if names and not any(re.match(pattern, name) for name in names):
+                raise ConfigError(
+                    f"{key}: {pattern!r} matches no parameter from the start of its name",
+                    remedy=f"names are such as {names[-1]}; remove it, or correct it",
+                )
 
 
 def check_param_groups(config: TrainConfig, spec: ModelSpec) -> None:

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 from headrace.data.loader import LoaderSettings, RowSet, TrainLoader
 from headrace.data.sampler import LoaderState
 from headrace.data.tokens import default_cache_dir, tokenise
-from headrace.models.spec import ModelSpec
 from headrace.selftest.run import require_proof
-from headrace.store.checkpoint import load_checkpoint
+from headrace.store.checkpoint import checkpoint_bytes, load_checkpoint
 from headrace.store.identity import check_same_model
 from headrace.store.loading import initialise, load_pretrained
 from headrace.store.state import ModelState
 from headrace.trainer import heap, preflight
+from headrace.trainer.adapters import describe, load_adapters
 from headrace.trainer.loop import LoopSettings
 from headrace.trainer.metrics import Meter
 from headrace.trainer.place import place
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     import torch
 
     from headrace.engine.config import EngineConfig
+    from headrace.models.spec import ModelSpec
     from headrace.trainer.config import TrainConfig
 
     Say = Callable[[str], None]
@@ -99,7 +100,7 @@ def prepare(config: TrainConfig, stack: ExitStack, say: Say) -> Prepared:
     device = preflight.choose_device(config.device)
     preflight.check_files(config)
     tokenizer = preflight.load_tokenizer(config)
-    spec = ModelSpec.from_config(preflight.load_model_config(config, tokenizer))
+    spec = preflight.take_apart(config, preflight.load_model_config(config, tokenizer))
     _prove(spec, say)
     preflight.check_lengths(config, spec, tokenizer)
     preflight.check_param_groups(config, spec)
@@ -113,9 +114,8 @@ def prepare(config: TrainConfig, stack: ExitStack, say: Say) -> Prepared:
         check_same_model(checkpoint, spec, state)
     if device.type == "cpu" and state.state_bytes >= heap.LARGE_STATE_BYTES:
         heap.map_large_blocks()
-    preflight.check_disk(
-        config, checkpoint_bytes=state.state_bytes, num_saves=1, first_step=first_step
-    )
+    size = checkpoint_bytes(spec, state)
+    preflight.check_disk(config, checkpoint_bytes=size, num_saves=1, first_step=first_step)
     row_sets, eval_sets = _open_data(config, tokenizer, spec, say)
     pad_token_id = _pad_token_id(tokenizer)
     loader = TrainLoader(
@@ -129,7 +129,7 @@ def prepare(config: TrainConfig, stack: ExitStack, say: Say) -> Prepared:
     schedule = Schedule(config.schedule_settings(settings.num_steps))
     preflight.check_disk(
         config,
-        checkpoint_bytes=state.state_bytes,
+        checkpoint_bytes=size,
         num_saves=_num_saves(settings, loader.steps_per_epoch, first_step),
         first_step=first_step,
     )
@@ -214,6 +214,10 @@ def _allocate(
         f"model: {type(spec.model).__name__}, {spec.num_parameters:,} parameters"
         f"{', tied head' if spec.tied else ''}, on {device}"
     )
+    if spec.adapters is not None:
+        say(f"adapters: {describe(spec)}")
+    elif spec.num_trainable_parameters < spec.num_parameters:
+        say(f"training {spec.num_trainable_parameters:,} of them; the others stay as they are")
     say(
         f"state: {state.state_bytes / spec.num_parameters:g} bytes a parameter = "
         f"{state.state_bytes:,} bytes ({format_bytes(state.state_bytes)}), "
@@ -302,7 +306,7 @@ def _progress(
 def _load_weights(
     config: TrainConfig, spec: ModelSpec, state: ModelState, checkpoint: Path | None, say: Say
 ) -> None:
-    if checkpoint is not None:
+    if checkpoint is not None and spec.adapters is None:
         load_checkpoint(checkpoint, spec, state)
     elif config.model_name_or_path is not None:
         folder = preflight.model_folder(config.model_name_or_path)
@@ -320,6 +324,8 @@ def _load_weights(
             )
     else:
         initialise(spec, state, seed=config.seed)
+    if spec.adapters is not None:
+        load_adapters(config, spec, state, checkpoint)
 
 
 def _pad_token_id(tokenizer: Any) -> int:

@@ -60,7 +60,7 @@ def hardware(device: torch.device) -> dict[str, Any]:
 def model_hash(checkpoint: Path) -> str:
     """SHA-256 over the weight files of a checkpoint, in order of their names."""
     digest = hashlib.sha256()
-    for file in sorted(checkpoint.glob("model*.safetensors")):
+    for file in sorted(checkpoint.glob("*model*.safetensors")):
         with file.open("rb") as stream:
             digest.update(hashlib.file_digest(stream, "sha256").digest())
     return digest.hexdigest()

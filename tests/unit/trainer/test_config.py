@@ -210,9 +210,10 @@ def test_keys_of_other_trainers_are_translated_with_a_note():
         }
     )[0]
     assert config == expected
-    # Everything but the four canonical keys was said.
+    # Everything but the canonical keys was said.
     said = " ".join(notes)
     canonical = {"datasets", "gradient_accumulation_steps", "learning_rate", "output_dir"}
+    canonical |= {"adapter", "lora_r"}
     for key in axolotl:
         assert (key in said) != (key in canonical - {"datasets"}), key
     llama_factory = {
@@ -230,8 +231,9 @@ def test_keys_of_other_trainers_are_translated_with_a_note():
     [
         ("deepspeed", "ds.json", "replaces DeepSpeed"),
         ("load_in_4bit", True, "plain weights"),
-        ("adapter", "qlora", "trains all weights"),
-        ("finetuning_type", "lora", "trains all weights"),
+        ("adapter", "qlora", "unquantised"),
+        ("finetuning_type", "freeze", "unfrozen_parameters"),
+        ("loraplus_lr_ratio", 16, "one learning rate"),
         ("fp16", True, "overflow"),
         ("optimizer", "adamw_bnb_8bit", "float32 moments"),
         ("rl", "dpo", "next token"),
