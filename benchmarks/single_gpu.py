@@ -22,6 +22,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.curve import save
 from benchmarks.runner import Case, Record, python_command, read_records, run_cases
 from benchmarks.suites import SUITES, TARGETS
 from benchmarks.table import judge, speed_lines, target_lines
@@ -35,6 +36,9 @@ KINDS = {
     "host-update": ("benchmarks.cases.host_update", "host_update_case"),
     "train": ("benchmarks.cases.engine", "train_case"),
     "rival": ("benchmarks.cases.rivals", "rival_case"),
+    "rival-curve": ("benchmarks.cases.rivals", "curve_case"),
+    "agreement": ("benchmarks.cases.agreement", "agreement_case"),
+    "start": ("benchmarks.cases.start", "start_case"),
 }
 """Where each kind of case lives: imported in the case's own process only."""
 
@@ -119,6 +123,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("\n".join(["", *speed_lines(records)]))
     if given.suite == "headline":
         print("\n".join(["", *target_lines(judge(TARGETS, records))]))
+    if given.suite == "curve":
+        print("\n".join(["", *(f"wrote {path}" for path in save(records, given.out))]))
     failed = [r["case"] for r in records if _failed(r)]
     if failed:
         print(f"\nfailed: {', '.join(failed)}")

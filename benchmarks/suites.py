@@ -77,6 +77,9 @@ PARITY = Case(name="parity", kind="parity", seconds=60)
 CEILINGS = Case(name="ceilings", kind="ceilings", seconds=25)
 HOST_UPDATE = Case(name="host-update", kind="host-update", seconds=40)
 
+AGREEMENT = Case(name="loss200", kind="agreement", seconds=120, limit=400)
+START = Case(name="start", kind="start", arguments={"model": "8b"}, seconds=200, limit=500)
+
 BEST_RESIDENT = [
     fsdp2("8b", 32 * K, rows=[1, 2], compiled=True),
     fsdp2("8b", 32 * K, rows=[1], compiled=True, checkpointing="selective"),
@@ -100,6 +103,36 @@ MORE_RIVALS = [
     zero_offload("8b", 32 * K, rows=8, seconds=20),
 ]  # fmt: skip
 
+CURVE_TOKENS = [8 * K, 16 * K, 32 * K, 64 * K, 128 * K]
+
+
+def rival_curve(
+    rival: str, model: str, rows: int, *, checkpointing: str = "full", seconds: float = 130
+) -> Case:
+    """A compiled FSDP2 at every number of tokens, built once."""
+    return Case(
+        name=f"curve-{rival}-compiled-{checkpointing}-{model}",
+        kind="rival-curve",
+        arguments={
+            "rival": rival, "model": model, "rows": rows,
+            "tokens": [count for count in CURVE_TOKENS if count >= rows * 4 * K],
+            "options": {"compiled": True, "checkpointing": checkpointing},
+        },
+        seconds=seconds,
+        limit=400,
+    )  # fmt: skip
+
+
+CURVE = [
+    CEILINGS,
+    *(headrace("4b", count, steps=3, seconds=60) for count in CURVE_TOKENS),
+    rival_curve("fsdp2", "4b", 2),
+    rival_curve("fsdp2-offload", "4b", 2),
+    *(headrace("8b", count, steps=3) for count in CURVE_TOKENS),
+    rival_curve("fsdp2", "8b", 1),
+    *(zero_offload("4b", count, rows=min(8, count // (4 * K))) for count in CURVE_TOKENS),
+]
+
 
 def smoke(kind: str, name: str, **arguments: Any) -> Case:
     """The smallest run of a case, on a GPU or a CPU: does it work here at all."""
@@ -120,6 +153,11 @@ SMOKE = [
           options={"compiled": True, "checkpointing": "selective"}, **_SMALL),
     smoke("rival", "fsdp2-offload-compiled", rival="fsdp2-offload", rows=[2],
           options={"compiled": True}, **_SMALL),
+    smoke("rival-curve", "fsdp2-curve", rival="fsdp2", model="smoke", tokens=[128, 256], rows=1,
+          sequence=64, steps=1),
+    smoke("agreement", "loss", model="smoke", steps=12, num_sequences=4, sequence=32, rows=2,
+          warm_up=2, learning_rate=1e-2),
+    smoke("start", "start", model="smoke", tokens=256, sequence=64),
     smoke("rival", "zero2-offload", rival="zero-offload", rows=[2], **_SMALL),
 ]  # fmt: skip
 
@@ -139,7 +177,12 @@ SUITES: dict[str, list[Case]] = {
         headrace("8b", 128 * K, seconds=120),
         *BEST_RESIDENT,
         *FOUR_B_OFFLOAD,
+        START,
+        AGREEMENT,
     ],
+    "start": [PARITY, START],
+    "loss200": [PARITY, AGREEMENT],
+    "curve": CURVE,
 }
 
 Reading = Literal["at least", "at most"]
@@ -191,4 +234,8 @@ TARGETS = (
            measure="under_dma.ratio_to_torch", unit="x", bound=1.5),
     Target(row="host update under DMA: of DRAM", case="host-update",
            measure="under_dma.fraction_of_dram", unit="", bound=0.9),
+    Target(row="start of 8B beyond reading the file", case="start",
+           measure="beyond_reading_seconds", unit="s", bound=60, reading="at most"),
+    Target(row="loss over 200 steps against FSDP2", case="loss200",
+           measure="largest_difference", unit="", bound=5e-4, reading="at most"),
 )  # fmt: skip

@@ -33,6 +33,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4,
              "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
              "vocab_size": 8192, "tie_word_embeddings": False},
+    "small": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 8,
+              "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64,
+              "vocab_size": 8192, "tie_word_embeddings": False},
     "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
              "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
              "vocab_size": 151936, "tie_word_embeddings": True},
@@ -44,7 +47,7 @@ SHAPES: dict[str, dict[str, Any]] = {
             **_HEADS, "num_attention_heads": 40, "vocab_size": 151936,
             "tie_word_embeddings": False},
 }  # fmt: skip
-"""Qwen3's published sizes, and two for checks."""
+"""Qwen3's published sizes, and three for checks."""
 
 
 def qwen3_config(name: str) -> Any:

@@ -69,6 +69,20 @@ class Fsdp2:
             fully_shard(layer, **settings)
         fully_shard(self.module, **settings)
 
+    def load(self, weights: dict[str, torch.Tensor]) -> None:
+        """Overwrite every parameter with the one of its Hugging Face name."""
+        left = dict(weights)
+        with torch.no_grad():
+            for name, parameter in self.module.named_parameters():
+                parameter.to_local().copy_(left.pop(plain_name(name)))
+        if left:
+            raise ValueError(f"no parameter takes {', '.join(sorted(left)[:3])}")
+
+    def set_learning_rate(self, rate: float) -> None:
+        """Of the steps from now on."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
     def step(
         self, ids_NT: torch.Tensor, targets_NT: torch.Tensor, rows: int
     ) -> tuple[float, float]:
@@ -97,6 +111,13 @@ def accumulate(
             loss.backward()
             total += loss.detach()
     return float(total)
+
+
+def plain_name(name: str) -> str:
+    """A parameter's Hugging Face name: without what wrappers put into it."""
+    for wrapper in ("_checkpoint_wrapped_module.", "_orig_mod."):
+        name = name.replace(wrapper, "")
+    return name.removeprefix("model.")
 
 
 def open_group(device: torch.device) -> None:

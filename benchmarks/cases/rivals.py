@@ -109,6 +109,52 @@ def rival_case(
     return {**described, **best, "losses": losses, "tried": _short(tried)}
 
 
+def curve_case(
+    *,
+    rival: str,
+    model: str,
+    tokens: list[int],
+    rows: int,
+    options: dict[str, Any] | None = None,
+    precision: str | None = None,
+    steps: int = 2,
+    sequence: int = SEQUENCE,
+) -> dict[str, Any]:
+    """Rates of one rival at several numbers of tokens a step, built and compiled once.
+
+    For rivals whose step takes any number of micro-batches (FSDP2); arguments as above.
+    """
+    from headrace.models.spec import ModelSpec
+
+    device = default_device()
+    config = qwen3_config(model)
+    spec = ModelSpec(config)
+    chosen = RivalOptions(**options or {})
+    described = {"rival": rival, "rows": rows, **chosen.described(device)}
+    refused = _too_large_for_host(rival, spec)
+    if refused:
+        return {**described, "error": "out of memory", "where": "host", "detail": refused}
+    contender = _build(
+        rival, config, chosen, device=device, precision=precision, rows=[rows], stage=2,
+        num_micro_batches=1,
+    )  # fmt: skip
+    points: list[dict[str, Any]] = []
+    for count in tokens:
+        seconds = []
+        for step in range(1 + steps):
+            batch = step_tokens(spec.vocab_size, count, step, sequence)
+            synchronize(device)
+            begun = time.perf_counter()
+            contender.step(*batch, rows)
+            synchronize(device)
+            seconds.append(time.perf_counter() - begun)
+        points.append({"tokens": count, **speed(spec, count, sequence, seconds[1:])})
+        print(f"{count} tokens: {points[-1]['tokens_per_second']:.0f} tok/s",
+              file=sys.stderr, flush=True)  # fmt: skip
+        report({**described, "points": points})
+    return {**described, "points": points}
+
+
 def _build(
     rival: str,
     config: Any,
