@@ -28,6 +28,8 @@ from benchmarks.cases.common import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     import torch
 
     from headrace.engine import EngineConfig
@@ -97,6 +99,7 @@ def train_case(
         "rows": rows,
         "device_units": config.device_units or 0,
         "recompute_layers": config.recompute_layers or 0,
+        "micro_batches_per_wave": config.micro_batches_per_wave,
         "num_units": len(spec.units),
         "engine": {k: v for k, v in asdict(config).items() if v is not None},
     }
@@ -171,6 +174,7 @@ def place(
 ) -> tuple[EngineConfig, int, Choice | None]:
     """The engine's settings and micro-batch rows: the search's shortest predicted step.
 
+    The search places units and recomputation; micro-batch sizes and waves are tried around it.
     Without a GPU (``room`` is None) nothing is placed.
 
     Raises:
@@ -179,7 +183,7 @@ def place(
     from headrace.engine import EngineConfig
     from headrace.errors import CapacityError
     from headrace.policy.budget import Workload
-    from headrace.policy.search import choose
+    from headrace.policy.search import SAME_SPEED, choose
     from headrace.store.host_memory import host_memory
 
     num_sequences = tokens // sequence
@@ -189,11 +193,15 @@ def place(
         return config, sizes[0], None
     fitting: list[tuple[Choice, int]] = []
     refusal: CapacityError | None = None
-    for size in sizes:
+    for size, wave in _cuts(sizes, num_sequences, config.micro_batches_per_wave):
         workload = Workload(
             tokens=size * sequence, micro_batches=num_sequences // size, sequence_length=sequence
         )
-        chunk = replace(config, loss_chunk_tokens=min(config.loss_chunk_tokens, size * sequence))
+        chunk = replace(
+            config,
+            loss_chunk_tokens=min(config.loss_chunk_tokens, size * sequence),
+            micro_batches_per_wave=wave,
+        )
         try:
             choice = choose(
                 spec, chunk, "bfloat16", workload, device_bytes=room,
@@ -206,5 +214,27 @@ def place(
     if not fitting:
         assert refusal is not None
         raise refusal
-    best = min(fitting, key=lambda pair: pair[0].time.seconds)
-    return best[0].config, best[1], best[0]
+    limit = SAME_SPEED * min(choice.time.seconds for choice, _ in fitting)
+    # Of equally fast ones that with the fewest pieces: each costs what no model counts.
+    choice, size = min(
+        (pair for pair in fitting if pair[0].time.seconds <= limit),
+        key=lambda pair: (_num_waves(pair[0].config, num_sequences // pair[1]), -pair[1]),
+    )
+    return choice.config, size, choice
+
+
+def _num_waves(config: EngineConfig, count: int) -> int:
+    return -(-count // (config.micro_batches_per_wave or count))
+
+
+def _cuts(
+    sizes: Sequence[int], num_sequences: int, wave: int | None
+) -> Iterator[tuple[int, int | None]]:
+    """Rows of a micro-batch with micro-batches of a wave (None for all), equal waves only."""
+    for size in sizes:
+        count = num_sequences // size
+        if wave is not None:
+            yield size, wave
+            continue
+        yield size, None
+        yield from ((size, part) for part in (1, 2, 4) if part < count and count % part == 0)

@@ -65,8 +65,11 @@ class Fsdp2:
         if offload:
             pinned = self._device.type == "cuda"
             settings["offload_policy"] = CPUOffloadPolicy(pin_memory=pinned)
-        for layer in self.module.model.model.layers:
+        base = self.module.model.model
+        for layer in base.layers:
             fully_shard(layer, **settings)
+        if base.embed_tokens.weight is not self.module.model.lm_head.weight:
+            fully_shard(base.embed_tokens, **settings)
         fully_shard(self.module, **settings)
 
     def load(self, weights: dict[str, torch.Tensor]) -> None:

@@ -147,5 +147,13 @@ def test_the_search_places_a_benchmark_under_a_cap():
     assert choice is not None
     assert choice.budget.device_bytes <= 12 << 30
     assert (tight.device_units or 0) < len(spec.units) or (tight.recompute_layers or 0) > 0
+    # In one wave much would be recomputed; several keep their activations instead.
+    deep = ModelSpec(qwen3_config("4b"))
+    cut, rows, choice = place(deep, 131072, {}, 2, room=70 << 30, rates=rates)
+    assert cut.micro_batches_per_wave is not None
+    assert (131072 // (rows * 4096)) % cut.micro_batches_per_wave == 0
+    assert choice is not None
+    whole, *_ = place(deep, 131072, {"micro_batches_per_wave": 16}, 2, room=70 << 30, rates=rates)
+    assert (whole.recompute_layers or 0) > (cut.recompute_layers or 0)
     given, rows, _ = place(spec, 32768, {"device_units": 3}, 2, room=130 << 30, rates=rates)
     assert (given.device_units, rows) == (3, 2)
