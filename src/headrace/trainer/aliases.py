@@ -31,6 +31,7 @@ RENAMED = {
     "test_datasets": "eval_datasets",
     # LLaMA-Factory
     "cutoff_len": "max_length",
+    "moe_aux_loss_coef": "router_aux_loss_coef",
     "lora_rank": "lora_r",
     "additional_target": "lora_modules_to_save",
     "adapter_name_or_path": "lora_model_dir",

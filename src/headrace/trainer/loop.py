@@ -193,6 +193,9 @@ class TrainingLoop:
         flat = {k: v for k, v in row.items() if v is not None and k not in {"step", "epoch"}}
         for lane, waited in flat.pop("exposed_seconds", {}).items():
             flat[f"exposed_{lane}_seconds"] = waited
+        for key, over in (("busiest_expert", max), ("num_idle_experts", sum)):
+            if key in flat:  # trackers take numbers: the worst layer, and all layers together
+                flat[key] = over(flat[key].values())
         flat["epoch"] = row["epoch"]
         self._callbacks.state.log_history.append({"step": self.step, **flat})
         self._callbacks.fire("on_log", logs=flat)

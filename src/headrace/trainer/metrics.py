@@ -70,8 +70,8 @@ class Meter:
     def row(self, result: StepResult, *, learning_rate: float) -> dict[str, Any]:
         """The figures of a logged row; the interval begins anew.
 
-        The loss is the mean over the interval's supervised tokens, the norm and the learning
-        rate are those of the last step.
+        The loss is the mean over the interval's supervised tokens; the norm, the learning rate and
+        the experts' load are those of the last step.
         """
         seconds = max(self.interval_seconds, 1e-9)
         row = {
@@ -86,7 +86,7 @@ class Meter:
             "num_supervised_tokens": self.num_supervised_tokens,
             "num_skipped_steps": self.num_skipped_steps,
             "exposed_seconds": dict(self.exposed_seconds),
-        }
+        } | _routing(result)
         self.loss_sum = self.interval_seconds = 0.0
         self.loss_tokens = self.interval_tokens = self.interval_supervised_tokens = 0
         self.interval_steps = 0
@@ -96,6 +96,19 @@ class Meter:
     def to_dict(self) -> dict[str, Any]:
         """JSON types; ``Meter(**d)`` restores it exactly."""
         return asdict(self)
+
+
+def _routing(result: StepResult) -> dict[str, Any]:
+    """What the routers of a mixture did, by layer; nothing for a dense model."""
+    if not result.busiest_expert:
+        return {}
+    row: dict[str, Any] = {
+        "busiest_expert": {str(k): round(v, 4) for k, v in result.busiest_expert.items()},
+        "num_idle_experts": {str(k): v for k, v in result.num_idle_experts.items()},
+    }
+    if result.auxiliary_loss is not None:
+        row["auxiliary_loss"] = result.auxiliary_loss
+    return row
 
 
 class MetricsLog:

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.errors import StrictDataclassError
@@ -33,6 +36,7 @@ _COMMON = (
     "_name_or_path", "architectures", "auto_map", "dtype", "model_type", "rope_scaling",
     "rope_theta", "torch_dtype", "transformers_version", "use_cache",
 )  # fmt: skip
+_OPTIONAL = re.compile(r"""getattr\((?:self\.)?config, "(\w+)\"""")
 # What a configuration class raises for a value it did not expect.
 _UNUSABLE = (ValueError, TypeError, KeyError, AttributeError, ArithmeticError)
 
@@ -57,8 +61,16 @@ def refuse_unknown_keys(values: dict[str, Any], kind: Any) -> None:
         ConfigError: naming each with the nearest that it knows.
     """
     known = {field.name for field in dataclasses.fields(kind)} | set(kind().to_dict())
-    known |= set(getattr(kind, "attribute_map", {})) | set(_COMMON)
+    known |= set(getattr(kind, "attribute_map", {})) | set(_COMMON) | _optional_keys(kind)
     refuse_unknown(values, sorted(known), "model_config.")
+
+
+def _optional_keys(kind: Any) -> set[str]:
+    """Keys that the model's code reads if they are there, such as Qwen3-MoE's ``head_dim``."""
+    found: set[str] = set()
+    for path in Path(inspect.getfile(kind)).parent.glob("modeling_*.py"):
+        found |= set(_OPTIONAL.findall(path.read_text(encoding="utf-8")))
+    return found
 
 
 def check_sizes(config: Any) -> None:

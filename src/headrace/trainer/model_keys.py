@@ -37,6 +37,9 @@ class ModelKeys(BaseModel):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Working weights; the master weights are float32 either way."""
 
+    router_aux_loss_coef: float | None = Field(default=None, ge=0)
+    """Weight of the loss that balances a mixture's experts; None leaves it to config.json."""
+
     adapter: Literal["lora"] | None = None
     """Train low-rank adapters beside the model, whose own weights stay as they are."""
     lora_r: int | None = Field(default=None, ge=1)

@@ -11,6 +11,7 @@ import math
 import os
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -242,7 +243,23 @@ def take_apart(config: TrainConfig, model_config: Any) -> ModelSpec:
     if settings is not None:
         spec = ModelSpec.from_config(model_config, lora=settings)
         check_listed(config, spec)
+    else:
+        spec = _with_frozen(config, model_config)
+    coefficient = config.router_aux_loss_coef
+    if coefficient is None:
         return spec
+    if spec.auxiliary_loss is not None:
+        spec.auxiliary_loss = replace(spec.auxiliary_loss, coefficient=coefficient)
+    elif coefficient:
+        raise ConfigError(
+            f"router_aux_loss_coef is {coefficient:g}, and transformers defines no balancing loss "
+            f"for {type(spec.model).__name__}",
+            remedy="remove it; metrics.jsonl shows the load of the experts in any case",
+        )
+    return spec
+
+
+def _with_frozen(config: TrainConfig, model_config: Any) -> ModelSpec:
     names: list[str] = []
 
     def trained(name: str) -> bool:
