@@ -144,39 +144,61 @@ def test_accumulator_sums_and_overwrites():
     slot = GradientSlot(LAYOUT.num_trainable, CPU)
     slot.flat.fill_(float("nan"))  # what an earlier layer left
     ones = [torch.ones(6, 4), torch.full((6,), 2.0)]
-    slot.add(LAYOUT, ones, first=True)
-    slot.add(LAYOUT, ones, first=False)
+    slot.begin(LAYOUT, ())
+    slot.add(LAYOUT, ones)
+    slot.add(LAYOUT, ones)
+    slot.finish()
     assert bool((slot.flat[W.slice] == 2).all())
     assert bool((slot.flat[B.slice] == 4).all())
     # Alignment gaps are zero: they are part of what returns, and of its norm.
     assert float(slot.flat.sum()) == 24 * 2 + 6 * 4
 
 
-def test_idle_parameters_have_zero_gradients():
+@pytest.mark.parametrize("summed", [(), ("w",)])
+def test_idle_parameters_have_zero_gradients(summed):
     """Not missing ones: what an earlier layer left must not count as theirs."""
-    slot = GradientSlot(LAYOUT.num_trainable, CPU)
+    layout = plan_unit("layer", [("m.w", "w", (8, 16), True), ("m.v", "v", (8, 16), True)])
+    slot = GradientSlot(layout.num_trainable, CPU)
     slot.flat.fill_(7.0)
-    slot.add(LAYOUT, [None, torch.ones(6)], first=True)
-    assert not slot.flat[W.slice].any()
-    slot.add(LAYOUT, [torch.ones(6, 4), None], first=False)
-    assert bool((slot.flat[W.slice] == 1).all())
-    assert bool((slot.flat[B.slice] == 1).all())
+    slot.begin(layout, summed)
+    slot.add(layout, [None, torch.ones(8, 16)])
+    slot.finish()
+    assert not slot.views(layout)["w"].any()
+    slot.begin(layout, summed)
+    slot.add(layout, [None, torch.ones(8, 16)])
+    slot.add(layout, [torch.ones(8, 16), None])  # idle in the first micro-batch only
+    slot.finish()
+    assert all(bool((view == 1).all()) for view in slot.views(layout).values())
+
+
+def test_summed_parameters_begin_at_zero():
+    layout = plan_unit("layer", [("m.w", "w", (8, 16), True), ("m.v", "v", (8, 16), True)])
+    slot = GradientSlot(layout.num_trainable, CPU)
+    slot.flat.fill_(float("nan"))
+    slot.begin(layout, ("w",))
+    slot.views(layout)["w"].add_(1.0)
+    slot.add(layout, [torch.ones(8, 16), torch.ones(8, 16)])
+    slot.finish()
+    assert bool((slot.views(layout)["w"] == 2).all())
+    assert bool((slot.views(layout)["v"] == 1).all())
 
 
 def test_accumulator_without_gaps_is_overwritten_whole():
     layout = plan_unit("layer", [("m.w", "w", (8, 16), True)])
     slot = GradientSlot(layout.num_trainable + 256, CPU)
     slot.flat.fill_(float("nan"))
-    slot.add(layout, [torch.ones(8, 16)], first=True)
+    slot.begin(layout, ())
+    slot.add(layout, [torch.ones(8, 16)])
     assert bool((slot.flat[: layout.num_trainable] == 1).all())
 
 
 def test_bf16_gradients_are_summed_in_float32():
     slot = GradientSlot(LAYOUT.num_trainable, CPU)
     one, small = torch.ones(6, 4), torch.full((6, 4), 2.0**-12)
+    slot.begin(LAYOUT, ())
     for number in range(5):
         gradient = (one if number == 0 else small).bfloat16()
-        slot.add(LAYOUT, [gradient, None], first=number == 0)
+        slot.add(LAYOUT, [gradient, None])
     assert bool((slot.flat[W.slice] == 1 + 4 * 2.0**-12).all())  # bf16 would have stayed at 1
 
 

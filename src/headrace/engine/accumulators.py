@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from headrace.engine.slots import GradientSlot
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     import torch
 
@@ -43,19 +43,29 @@ class Accumulators:
         if len(self._layers) < wanted:
             for slot in self._layers:
                 self._exposure.reuse(slot)
-            size = max(layout.num_trainable for layout in layers)
-            self._layers = [GradientSlot(size, self._device) for _ in range(wanted)]
+            if wanted == len(layers):
+                sizes = [layout.num_trainable for layout in layers]
+            else:
+                sizes = [max(layout.num_trainable for layout in layers)] * wanted
+            shared = wanted < len(layers)
+            self._layers = [GradientSlot(size, self._device, shared=shared) for size in sizes]
 
     def begin_ends(self, *, tied: bool) -> None:
-        """Zero what the head adds to, before the first micro-batch."""
-        self._exposure.reuse(self.head).flat.zero_()
-        self._exposure.reuse(self.embed)
-        if tied:
-            self.embed.flat.zero_()
+        """Free the ends' accumulators, before the head of the first micro-batch adds to them."""
+        head, embed = self._layouts[-1], self._layouts[0]
+        self._exposure.reuse(self.head).begin(head, {p.local_name for p in head.params})
+        self._exposure.reuse(self.embed).begin(
+            embed, {p.local_name for p in embed.params} if tied else ()
+        )
 
-    def begin_layer(self, layer: int) -> GradientSlot:
-        """A layer's accumulator, free to be overwritten."""
-        return self._exposure.reuse(self.layer(layer))
+    def begin_layer(self, layer: int, summed: Collection[str]) -> None:
+        """Free a layer's accumulator, before its first backward.
+
+        Args:
+            layer: which.
+            summed: parameters whose gradients are added in place.
+        """
+        self._exposure.reuse(self.layer(layer)).begin(self._layouts[1 + layer], summed)
 
     def layer(self, layer: int) -> GradientSlot:
         """A layer's accumulator."""

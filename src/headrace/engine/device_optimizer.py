@@ -33,23 +33,43 @@ class DeviceOptimizer:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        """Allocate room for the retained gradients (``dtype``, one element a parameter)."""
+        """Nothing is allocated before the first step.
+
+        Args:
+            state: what it updates.
+            host: has the chunks, and the factors of each.
+            norms: where the norms of retained gradients go.
+            device: of the state.
+            dtype: what gradients are rounded to, as on their way to the host.
+        """
         self._state = state
         self._host = host
         self._norms = norms
         self._device = device
-        self._retained = [
-            torch.zeros(layout.num_trainable, dtype=dtype, device=device)
-            for layout in state.layouts[: state.device_units]
-        ]
+        self._dtype = dtype
+        self._retained: dict[int, torch.Tensor] = {}
         self._landed: list[Mark | None] = [None] * state.device_units
 
     def retain(self, unit: int, slot: GradientSlot) -> None:
-        """Keep a unit's complete gradient; the slot may be overwritten by later compute."""
-        retained = self._retained[unit]
-        retained.copy_(slot.flat[: retained.numel()])
+        """Keep a unit's complete gradient until its update.
+
+        A slot of the unit's own keeps it in place; a shared one may be overwritten by later
+        compute.
+        """
+        source = slot.flat[: self._state.layouts[unit].num_trainable]
+        if slot.shared:
+            retained = self._retained.get(unit)
+            if retained is None:
+                retained = torch.empty(source.numel(), dtype=self._dtype, device=self._device)
+        else:
+            retained = source.view(self._dtype)[: source.numel()]
+        self._retained[unit] = retained
         for chunk in self._host.chunks[unit]:
-            self._norms.record(chunk, retained[chunk.start : chunk.stop])
+            part = slice(chunk.start, chunk.stop)
+            if retained.dtype != source.dtype or slot.shared:
+                # In place a chunk lands on float32 values that it, or one before, was read from.
+                retained[part] = source[part].to(self._dtype)
+            self._norms.record(chunk, retained[part])
         self._landed[unit] = Mark.here(self._device)
 
     def wait(self) -> None:

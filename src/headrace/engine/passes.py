@@ -16,6 +16,8 @@ from headrace.models.anatomy import first_tensor
 from headrace.models.loss import chunk_loss_with, linear_cross_entropy
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from headrace.batch import MicroBatch
     from headrace.engine.routing import StepRouting
     from headrace.engine.slots import GradientSlot
@@ -59,7 +61,8 @@ class LayerRecord:
         input_BTD: the layer's input, a leaf.
         output_BTD: its output with graph, or None when it is to be recomputed.
         graph: where the graph finds its weights.
-        leaves: the trainable parameters the graph was built on.
+        leaves: what the graph was built on and gradients are taken of: the trainable parameters,
+            and the handles of those that sum in place.
         routers: what the layer's routers said; with graph when it is kept.
     """
 
@@ -120,8 +123,6 @@ class Passes:
         batch: DeviceBatch,
         hidden_grad_BTD: torch.Tensor,
         accumulator: GradientSlot,
-        *,
-        first: bool,
     ) -> None:
         """Recompute the embedding (it is a look-up) and add its gradient."""
         layout = self._spec.units[0]
@@ -131,7 +132,7 @@ class Passes:
         with torch.enable_grad():
             hidden_BTD, _ = self._embed(slot, batch)
         gradients = torch.autograd.grad(hidden_BTD, leaves, hidden_grad_BTD, allow_unused=True)
-        accumulator.add(layout, list(gradients), first=first)
+        accumulator.add(layout, gradients)
 
     # -- layers ----------------------------------------------------------------------------
 
@@ -143,30 +144,44 @@ class Passes:
         arguments: LayerArguments,
         *,
         keep: bool,
-        training: bool = False,
+        accumulator: GradientSlot | None = None,
     ) -> tuple[torch.Tensor, LayerRecord]:
         """Run a layer; with ``keep`` its graph stays, without its weights.
 
-        ``training`` says that it will be recomputed: where it routes, forward then runs as
-        recompute will, with a graph that is dropped, so that both choose the same experts.
+        ``accumulator`` is where backward, if there will be one, sums gradients. A layer that routes
+        and is to be recomputed then runs forward as recompute will, with a graph that is dropped,
+        so that both choose the same experts.
         """
         layout = self._spec.units[1 + index]
         parameters = slot.parameters(layout)
-        graph = keep or (training and self._templates.routes(index))
+        graph = keep or (accumulator is not None and self._templates.routes(index))
+        sums = self._sums(index, accumulator) if graph and accumulator is not None else None
         record = LayerRecord(hidden_BTD.detach().requires_grad_(graph))
         if not keep:
             with torch.set_grad_enabled(graph):
                 output = self._templates.run(
-                    index, parameters, record.input_BTD, arguments, keep=False
+                    index, parameters, record.input_BTD, arguments, keep=False, sums=sums
                 )
             record.routers = tuple(router.detached() for router in output.routers)
             return output.hidden_BTD.detach(), record
         record.graph = KeptGraph(slot)
         with torch.enable_grad(), record.graph.hooks():
-            output = self._templates.run(index, parameters, record.input_BTD, arguments, keep=True)
+            output = self._templates.run(
+                index, parameters, record.input_BTD, arguments, keep=True, sums=sums
+            )
         record.output_BTD, record.routers = output.hidden_BTD, output.routers
-        record.leaves = trainable_leaves(slot, layout)
+        record.leaves = [*trainable_leaves(slot, layout), *self._templates.handles(sums or ())]
         return record.output_BTD.detach(), record
+
+    def summed(self, index: int) -> Collection[str]:
+        """Local names of the parameters of layer ``index`` whose gradients are added in place."""
+        layout = self._spec.units[1 + index]
+        names = self._templates.summed(index)
+        return [p.local_name for p in layout.params if p.trainable and p.local_name in names]
+
+    def _sums(self, index: int, accumulator: GradientSlot) -> dict[str, torch.Tensor]:
+        views = accumulator.views(self._spec.units[1 + index])
+        return {name: views[name] for name in self.summed(index)}
 
     def layer_backward(
         self,
@@ -177,7 +192,6 @@ class Passes:
         hidden_grad_BTD: torch.Tensor,
         *,
         accumulator: GradientSlot,
-        first: bool,
         routing: StepRouting,
         micro_batch: int,
     ) -> torch.Tensor:
@@ -185,14 +199,20 @@ class Passes:
         layout = self._spec.units[1 + index]
         if record.graph is None:
             record.input_BTD.requires_grad_(True)
+            sums = self._sums(index, accumulator)
             with torch.enable_grad():
                 output = self._templates.run(
-                    index, slot.parameters(layout), record.input_BTD, arguments, keep=False
+                    index,
+                    slot.parameters(layout),
+                    record.input_BTD,
+                    arguments,
+                    keep=False,
+                    sums=sums,
                 )
             output_BTD, routers = output.hidden_BTD, output.routers
             if routers:
                 routing.again(index, micro_batch, routers)
-            leaves = trainable_leaves(slot, layout)
+            leaves = [*trainable_leaves(slot, layout), *self._templates.handles(sums)]
         else:
             assert record.output_BTD is not None
             assert record.leaves is not None
@@ -208,8 +228,9 @@ class Passes:
         record.output_BTD, record.routers = None, ()
         input_grad_BTD = gradients[0]
         assert input_grad_BTD is not None, "the layer's output does not depend on its input"
-        if leaves:
-            accumulator.add(layout, list(gradients[1:]), first=first)
+        num_trainable = sum(p.trainable for p in layout.params)
+        if num_trainable:
+            accumulator.add(layout, gradients[1 : 1 + num_trainable])
         return input_grad_BTD
 
     # -- head ------------------------------------------------------------------------------

@@ -15,6 +15,8 @@ import torch
 from headrace.store.layout import align
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
     from headrace.engine.lanes import Mark, Ticket
     from headrace.store.layout import UnitLayout
 
@@ -152,40 +154,60 @@ class GradientSlot:
 
     Attributes:
         flat: ``(num_trainable,)`` float32.
+        shared: other units take turns in it: what it holds must leave it before they do.
         returned: the transfer that last read it; it may be overwritten once that is done.
     """
 
-    def __init__(self, size: int, device: torch.device) -> None:
+    def __init__(self, size: int, device: torch.device, *, shared: bool = False) -> None:
         self.flat = torch.zeros(size, dtype=torch.float32, device=device)
+        self.shared = shared
         self.returned: Ticket | None = None
-        self._views: dict[int, list[torch.Tensor]] = {}
+        self._views: dict[int, dict[str, torch.Tensor]] = {}
+        self._unwritten: dict[str, torch.Tensor] = {}
 
-    def views(self, layout: UnitLayout) -> list[torch.Tensor]:
-        """One view a trainable parameter, in layout order."""
-        key = hash(tuple((p.shape, p.offset) for p in layout.params if p.trainable))
+    def views(self, layout: UnitLayout) -> dict[str, torch.Tensor]:
+        """One view a trainable parameter by local name, in layout order."""
+        key = hash(tuple((p.local_name, p.shape, p.offset) for p in layout.params if p.trainable))
         if key not in self._views:
-            self._views[key] = [
-                self.flat[p.slice].view(p.shape) for p in layout.params if p.trainable
-            ]
+            self._views[key] = {
+                p.local_name: self.flat[p.slice].view(p.shape)
+                for p in layout.params
+                if p.trainable
+            }
         return self._views[key]
 
-    def add(self, layout: UnitLayout, gradients: list[torch.Tensor | None], *, first: bool) -> None:
-        """Add gradients in layout order; ``first`` overwrites what an earlier layer left.
+    @torch.no_grad()
+    def begin(self, layout: UnitLayout, summed: Collection[str]) -> None:
+        """Forget what an earlier unit or step left.
 
-        A parameter without a gradient (an idle expert) counts as zero.
+        Args:
+            layout: of the unit whose gradient comes.
+            summed: parameters whose views are added to by others: they are zeroed now. The first
+                gradient of any other overwrites.
         """
         views = self.views(layout)
-        present = [
-            (view, gradient)
-            for view, gradient in zip(views, gradients, strict=True)
-            if gradient is not None
-        ]
-        if first:
-            if len(present) < len(views) or layout.num_trainable != sum(
-                view.numel() for view in views
-            ):
-                # Alignment gaps and idle parameters must read as zero; both are rare.
-                self.flat[: layout.num_trainable].zero_()
-            torch._foreach_copy_([v for v, _ in present], [g for _, g in present])
-        else:
-            torch._foreach_add_([v for v, _ in present], [g for _, g in present])
+        if layout.num_trainable != sum(view.numel() for view in views.values()):
+            self.flat[: layout.num_trainable].zero_()  # alignment gaps return, too
+        elif zeroed := [view for name, view in views.items() if name in summed]:
+            torch._foreach_zero_(zeroed)
+        self._unwritten = {name: view for name, view in views.items() if name not in summed}
+
+    def add(self, layout: UnitLayout, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Add gradients in layout order; None where there is none of this micro-batch."""
+        copies: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+        sums: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+        for (name, view), gradient in zip(self.views(layout).items(), gradients, strict=True):
+            if gradient is not None:
+                pair = sums if self._unwritten.pop(name, None) is None else copies
+                pair[0].append(view)
+                pair[1].append(gradient)
+        if copies[0]:
+            torch._foreach_copy_(*copies)
+        if sums[0]:
+            torch._foreach_add_(*sums)
+
+    def finish(self) -> None:
+        """The unit's gradient is complete: a parameter that got none (an idle expert) has zero."""
+        if self._unwritten:
+            torch._foreach_zero_(list(self._unwritten.values()))
+            self._unwritten = {}

@@ -314,7 +314,7 @@ class Engine:
                 for use, slot in walk.layers(num_layers):
                     accumulator = accumulators.layer(use.layer)
                     if first:
-                        accumulators.begin_layer(use.layer)
+                        accumulators.begin_layer(use.layer, self._passes.summed(use.layer))
                     for m, record in enumerate(records.pop()):
                         gradients[m] = self._passes.layer_backward(
                             use.layer,
@@ -323,7 +323,6 @@ class Engine:
                             arguments[m][use.layer],
                             gradients[m],
                             accumulator=accumulator,
-                            first=first and m == 0,
                             routing=routing,
                             micro_batch=wave[m],
                         )
@@ -331,11 +330,7 @@ class Engine:
                         self.updater.return_gradient(1 + use.layer, accumulator, early)
                 for m, batch in enumerate(batches):
                     self._passes.embed_backward(
-                        windows.embed,
-                        batch,
-                        gradients[m],
-                        accumulators.embed,
-                        first=first and m == 0 and not self.spec.tied,
+                        windows.embed, batch, gradients[m], accumulators.embed
                     )
             self.updater.return_gradient(0, accumulators.embed, early)
             windows.release_ends()
@@ -365,7 +360,12 @@ class Engine:
             for m in range(len(hidden)):
                 keep = use.layer >= keep_from
                 hidden[m], record = self._passes.layer_forward(
-                    use.layer, slot, hidden[m], arguments[m][use.layer], keep=keep, training=True
+                    use.layer,
+                    slot,
+                    hidden[m],
+                    arguments[m][use.layer],
+                    keep=keep,
+                    accumulator=self._accumulators.layer(use.layer),
                 )
                 if record.routers:
                     routing.seen(use.layer, wave[m], record.routers)

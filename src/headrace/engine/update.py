@@ -118,6 +118,7 @@ class Updater:
             The last transfer, or None when there is none: nothing of the unit is trained, or its
             state is on the device.
         """
+        slot.finish()
         if self.state.units[unit].on_device:
             self._on_device.retain(unit, slot)
             return None

@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812 - its name everywhere
 
 from headrace.batch import IGNORE_INDEX
+from headrace.models.linear import add_outer_product
 
 if TYPE_CHECKING:
     from headrace.models.head import LogitRule
@@ -74,10 +75,7 @@ def linear_cross_entropy(
         if bias_grad_V is not None:
             bias_grad_V += grad_CV.sum(dim=0, dtype=bias_grad_V.dtype)
         if weight_grad_VD is not None:
-            if weight_grad_VD.dtype == grad_CV.dtype:
-                weight_grad_VD.addmm_(grad_CV.T, hidden_CD)
-            else:
-                weight_grad_VD += torch.mm(grad_CV.T, hidden_CD, out_dtype=weight_grad_VD.dtype)
+            add_outer_product(weight_grad_VD, grad_CV, hidden_CD)
     return loss_sum, hidden_grad_ND
 
 

@@ -21,11 +21,12 @@ from torch.utils.checkpoint import (
 
 from headrace.models.anatomy import first_tensor
 from headrace.models.buffers import initial_buffers
+from headrace.models.linear import bindings, sum_in_place
 from headrace.models.routing import RouterOutput, watch_routers
 from headrace.models.structure import structure
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from torch import nn
 
@@ -79,6 +80,7 @@ class _Template(NamedTuple):
     module: nn.Module
     box: list[tuple[torch.Tensor, ...]] | None
     calls: _Calls
+    summed: tuple[str, ...]
 
 
 class Templates:
@@ -100,15 +102,19 @@ class Templates:
         self._buffers: list[dict[str, torch.Tensor]] = []
         rule: Any = spec.model._init_weights  # noqa: SLF001 - the class's own rule has no public name
         by_structure: dict[Any, _Template] = {}
+        self._handles: dict[str, torch.Tensor] = {}
         for index in range(spec.num_layers):
             layer = spec.layer(index)
+            summed = sum_in_place(layer)
             key = structure(layer)
             if key not in by_structure:
                 box = watch_routers(layer, spec.model)  # before anything is traced
                 calls = _Calls(_layer_call, _layer_call)
                 if compile_layers:
                     calls = _compiled(len(by_structure), backend, routes=box is not None)
-                by_structure[key] = _Template(layer, box, calls)
+                by_structure[key] = _Template(layer, box, calls, summed)
+                for name in summed:
+                    self._handles[name] = torch.zeros((), device=device, requires_grad=True)
             self._templates.append(by_structure[key])
             self._buffers.append(initial_buffers(layer, rule, device or torch.device("cpu")))
         self.num_structures = len(by_structure)
@@ -116,6 +122,14 @@ class Templates:
     def routes(self, index: int) -> bool:
         """Layer ``index`` has routers."""
         return self._templates[index].box is not None
+
+    def summed(self, index: int) -> tuple[str, ...]:
+        """Local names of the weights of layer ``index`` whose gradients can be added in place."""
+        return self._templates[index].summed
+
+    def handles(self, names: Iterable[str]) -> list[torch.Tensor]:
+        """What to take gradients of so that those of ``names`` are added (their own are not)."""
+        return [self._handles[name] for name in names]
 
     def run(
         self,
@@ -125,13 +139,22 @@ class Templates:
         arguments: LayerArguments,
         *,
         keep: bool,
+        sums: Mapping[str, torch.Tensor] | None = None,
     ) -> LayerOutput:
         """Call layer ``index`` with ``parameters`` (by local name) bound, and its buffers.
 
-        ``keep`` says that the graph will wait for its backward: it then saves less.
+        Args:
+            index: of the layer.
+            parameters: by local name.
+            hidden_BTD: its input.
+            arguments: what else it is called with.
+            keep: the graph will wait for its backward: it then saves less.
+            sums: where backward adds the gradients of weights named in :meth:`summed`.
         """
         template = self._templates[index]
         bound = {**self._buffers[index], **parameters}
+        if sums:
+            bound.update(bindings(sums, self._handles))
         call = template.calls.kept if keep else template.calls.plain
         (hidden,), *routers = call(template.module, template.box, bound, hidden_BTD, arguments)
         return LayerOutput(

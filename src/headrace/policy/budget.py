@@ -101,7 +101,7 @@ def step_budget(
     returned = _FP32 if config.gradient_dtype == "float32" or dtype == "float32" else _BF16
     device = {
         "state on the device": sum(_state_bytes(layout, dtype) for layout in resident),
-        "gradients kept on the device": sum(returned * u.num_trainable for u in resident),
+        "gradients kept on the device": returned * _retained_elements(layouts, config, workload),
         "weight slots": compute * _slot_elements(layouts, len(resident), config),
         "gradient accumulators": _FP32 * _accumulator_elements(layouts, config, workload),
         "activations": _activation_bytes(spec, config, workload, compute),
@@ -142,10 +142,21 @@ def _accumulator_elements(
     layouts: tuple[UnitLayout, ...], config: EngineConfig, workload: Workload
 ) -> int:
     layers = layouts[1:-1]
-    largest = max(layout.num_trainable for layout in layers)
-    one_wave = workload.num_waves(config) == 1
-    count = min(config.gradient_slots, len(layers)) if one_wave else len(layers)
-    return layouts[0].num_trainable + layouts[-1].num_trainable + count * largest
+    ends = layouts[0].num_trainable + layouts[-1].num_trainable
+    if workload.num_waves(config) > 1:
+        return ends + sum(layout.num_trainable for layout in layers)
+    count = min(config.gradient_slots, len(layers))
+    return ends + count * max(layout.num_trainable for layout in layers)
+
+
+def _retained_elements(
+    layouts: tuple[UnitLayout, ...], config: EngineConfig, workload: Workload
+) -> int:
+    """Gradients that must leave an accumulator in which layers take turns."""
+    if workload.num_waves(config) > 1:
+        return 0
+    num_resident = config.device_units or 0
+    return sum(u.num_trainable for u in layouts[1 : min(num_resident, len(layouts) - 1)])
 
 
 def _activation_bytes(
