@@ -50,22 +50,20 @@ class Accumulators:
             shared = wanted < len(layers)
             self._layers = [GradientSlot(size, self._device, shared=shared) for size in sizes]
 
-    def begin_ends(self, *, tied: bool) -> None:
-        """Free the ends' accumulators, before the head of the first micro-batch adds to them."""
-        head, embed = self._layouts[-1], self._layouts[0]
-        self._exposure.reuse(self.head).begin(head, {p.local_name for p in head.params})
-        self._exposure.reuse(self.embed).begin(
-            embed, {p.local_name for p in embed.params} if tied else ()
-        )
-
-    def begin_layer(self, layer: int, summed: Collection[str]) -> None:
-        """Free a layer's accumulator, before its first backward.
+    def begin(self, unit: int, summed: Collection[str]) -> None:
+        """Free a unit's accumulator, before anything of a step is added to it.
 
         Args:
-            layer: which.
+            unit: which; the ends before the first head, which adds to a tied embedding's.
             summed: parameters whose gradients are added in place.
         """
-        self._exposure.reuse(self.layer(layer)).begin(self._layouts[1 + layer], summed)
+        if unit == 0:
+            slot = self.embed
+        elif unit == len(self._layouts) - 1:
+            slot = self.head
+        else:
+            slot = self.layer(unit - 1)
+        self._exposure.reuse(slot).begin(self._layouts[unit], summed)
 
     def layer(self, layer: int) -> GradientSlot:
         """A layer's accumulator."""

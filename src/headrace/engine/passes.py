@@ -107,14 +107,17 @@ class Passes:
     def embed(self, slot: Slot, batch: DeviceBatch) -> tuple[torch.Tensor, list[LayerArguments]]:
         """The first layer's input, without graph, and every layer's arguments."""
         with torch.no_grad():
-            return self._embed(slot, batch)
+            return self._embed(slot, batch, {})
 
-    def _embed(self, slot: Slot, batch: DeviceBatch) -> tuple[torch.Tensor, list[LayerArguments]]:
+    def _embed(
+        self, slot: Slot, batch: DeviceBatch, sums: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, list[LayerArguments]]:
         return self._capture(
             slot.parameters(self._spec.units[0]),
             batch.input_ids_BT,
             batch.position_ids_BT,
             batch.cu_seqlens,
+            sums,
         )
 
     def embed_backward(
@@ -129,10 +132,16 @@ class Passes:
         leaves = trainable_leaves(slot, layout)
         if not leaves:
             return
+        sums = self._sums(0, self._capture.summed, accumulator)
         with torch.enable_grad():
-            hidden_BTD, _ = self._embed(slot, batch)
-        gradients = torch.autograd.grad(hidden_BTD, leaves, hidden_grad_BTD, allow_unused=True)
-        accumulator.add(layout, gradients)
+            hidden_BTD, _ = self._embed(slot, batch, sums)
+        gradients = torch.autograd.grad(
+            hidden_BTD,
+            [*leaves, *self._capture.handles(sums)],
+            hidden_grad_BTD,
+            allow_unused=True,
+        )
+        accumulator.add(layout, gradients[: len(leaves)])
 
     # -- layers ----------------------------------------------------------------------------
 
@@ -155,7 +164,9 @@ class Passes:
         layout = self._spec.units[1 + index]
         parameters = slot.parameters(layout)
         graph = keep or (accumulator is not None and self._templates.routes(index))
-        sums = self._sums(index, accumulator) if graph and accumulator is not None else None
+        sums = None
+        if graph and accumulator is not None:
+            sums = self._sums(1 + index, self._templates.summed(index), accumulator)
         record = LayerRecord(hidden_BTD.detach().requires_grad_(graph))
         if not keep:
             with torch.set_grad_enabled(graph):
@@ -173,15 +184,20 @@ class Passes:
         record.leaves = [*trainable_leaves(slot, layout), *self._templates.handles(sums or ())]
         return record.output_BTD.detach(), record
 
-    def summed(self, index: int) -> Collection[str]:
-        """Local names of the parameters of layer ``index`` whose gradients are added in place."""
-        layout = self._spec.units[1 + index]
-        names = self._templates.summed(index)
-        return [p.local_name for p in layout.params if p.trainable and p.local_name in names]
+    def summed(self, unit: int) -> Collection[str]:
+        """Local names of a unit's parameters whose gradients are added in place."""
+        if unit == 0:
+            tied = (self._spec.embedding_name,) if self._spec.tied else ()
+            return {*self._capture.summed, *tied}
+        if unit == len(self._spec.units) - 1:
+            return {param.local_name for param in self._spec.units[unit].params}
+        return self._templates.summed(unit - 1)
 
-    def _sums(self, index: int, accumulator: GradientSlot) -> dict[str, torch.Tensor]:
-        views = accumulator.views(self._spec.units[1 + index])
-        return {name: views[name] for name in self.summed(index)}
+    def _sums(
+        self, unit: int, summed: Collection[str], accumulator: GradientSlot
+    ) -> dict[str, torch.Tensor]:
+        views = accumulator.views(self._spec.units[unit])
+        return {name: views[name] for name in summed if name in views}
 
     def layer_backward(
         self,
@@ -199,7 +215,7 @@ class Passes:
         layout = self._spec.units[1 + index]
         if record.graph is None:
             record.input_BTD.requires_grad_(True)
-            sums = self._sums(index, accumulator)
+            sums = self._sums(1 + index, self._templates.summed(index), accumulator)
             with torch.enable_grad():
                 output = self._templates.run(
                     index,

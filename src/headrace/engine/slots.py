@@ -170,9 +170,7 @@ class GradientSlot:
         key = hash(tuple((p.local_name, p.shape, p.offset) for p in layout.params if p.trainable))
         if key not in self._views:
             self._views[key] = {
-                p.local_name: self.flat[p.slice].view(p.shape)
-                for p in layout.params
-                if p.trainable
+                p.local_name: self.flat[p.slice].view(p.shape) for p in layout.params if p.trainable
             }
         return self._views[key]
 

@@ -220,11 +220,9 @@ class Engine:
         loss_sum = 0.0
         for batches, hidden in self._forward_only(micro_batches):
             for batch, hidden_BTD in zip(batches, hidden, strict=True):
-                loss_sum += float(
-                    self._passes.head_loss(
-                        self._windows.head, self._windows.embed, hidden_BTD, batch
-                    )
-                )
+                windows = self._windows
+                loss = self._passes.head_loss(windows.head, windows.embed, hidden_BTD, batch)
+                loss_sum += float(loss)
         num_supervised = sum(batch.num_supervised_tokens for batch in micro_batches)
         self._windows.release_ends()
         return EvalResult(loss_sum=loss_sum, num_supervised_tokens=num_supervised)
@@ -306,7 +304,8 @@ class Engine:
                 hidden, arguments = self._embed_all(batches)
                 records = self._forward_layers(walk, hidden, arguments, wave, routing)
                 if first:
-                    accumulators.begin_ends(tied=self.spec.tied)
+                    for unit in (0, num_layers + 1):
+                        accumulators.begin(unit, self._passes.summed(unit))
                 gradients = self._head(batches, hidden, scale, loss_sum)
                 del hidden
                 if last:
@@ -314,7 +313,7 @@ class Engine:
                 for use, slot in walk.layers(num_layers):
                     accumulator = accumulators.layer(use.layer)
                     if first:
-                        accumulators.begin_layer(use.layer, self._passes.summed(use.layer))
+                        accumulators.begin(1 + use.layer, self._passes.summed(1 + use.layer))
                     for m, record in enumerate(records.pop()):
                         gradients[m] = self._passes.layer_backward(
                             use.layer,

@@ -16,6 +16,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from headrace import kernels
@@ -254,13 +255,12 @@ class BlockNorms:
     """2-norms of a step's gradients over blocks of fixed length, where the host can read them."""
 
     def __init__(self, chunks: list[list[Chunk]], *, pinned: bool) -> None:
-        self._norms = {
-            chunk: torch.zeros(
-                -(-(chunk.stop - chunk.start) // NORM_BLOCK), dtype=torch.float32, pin_memory=pinned
-            )
-            for unit in chunks
-            for chunk in unit
+        counts = {
+            chunk: -(-(chunk.stop - chunk.start) // NORM_BLOCK) for unit in chunks for chunk in unit
         }
+        self._all = torch.zeros(sum(counts.values()), dtype=torch.float32, pin_memory=pinned)
+        parts = torch.split(self._all, list(counts.values()))
+        self._norms = dict(zip(counts, parts, strict=True))
 
     def record(self, chunk: Chunk, values: torch.Tensor) -> None:
         """Take the norms of a chunk's values, in the current stream."""
@@ -275,11 +275,16 @@ class BlockNorms:
 
     def of(self, chunk: Chunk) -> float:
         """The norm of a chunk."""
-        return math.sqrt(math.fsum(x * x for x in self._norms[chunk].tolist()))
+        return _norm_of_norms(self._norms[chunk])
 
     def total(self) -> float:
-        """The norm of everything: blocks are summed exactly, so their order does not matter."""
-        return math.sqrt(math.fsum(x * x for n in self._norms.values() for x in n.tolist()))
+        """The norm of everything."""
+        return _norm_of_norms(self._all)
+
+
+def _norm_of_norms(norms: torch.Tensor) -> float:
+    """In float64, whose rounding no float32 norm sees; numpy sums in an order of its own."""
+    return math.sqrt(float(np.square(norms.numpy(), dtype=np.float64).sum()))
 
 
 def _as_numpy(tensor: torch.Tensor) -> NDArray[Any]:

@@ -20,9 +20,10 @@ from torch import nn
 from headrace.models.anatomy import accepted, bind
 from headrace.models.attention import packing_arguments
 from headrace.models.buffers import initial_buffers
+from headrace.models.summing import bindings, handles_for, sum_in_place
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from headrace.models.spec import ModelSpec
 
@@ -58,6 +59,9 @@ class _Stub(nn.Module):
 class CallCapture:
     """Runs the embedding and records every layer's arguments.
 
+    Attributes:
+        summed: parameters whose gradients can be added in place.
+
     Not safe for concurrent calls: the record is one list.
     """
 
@@ -70,6 +74,12 @@ class CallCapture:
         )
         rule: Any = spec.model._init_weights  # noqa: SLF001 - the class's own rule has no public name
         self._base = _twin(parts.base, parts.layers_path, stubs, rule, device)
+        self.summed = sum_in_place(self._base)
+        self._handles = handles_for(self.summed, device)
+
+    def handles(self, names: Iterable[str]) -> list[torch.Tensor]:
+        """What to take gradients of so that those of ``names`` are summed."""
+        return [self._handles[name] for name in names]
 
     def __call__(
         self,
@@ -77,6 +87,7 @@ class CallCapture:
         input_ids_BT: torch.Tensor,
         position_ids_BT: torch.Tensor,
         cu_seqlens: torch.Tensor | None,
+        sums: Mapping[str, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, list[LayerArguments]]:
         """The first layer's input and the arguments of every layer.
 
@@ -85,6 +96,7 @@ class CallCapture:
             input_ids_BT: int64.
             position_ids_BT: int64.
             cu_seqlens: document boundaries, or None (see :class:`headrace.batch.MicroBatch`).
+            sums: where backward adds the gradients of parameters named in :attr:`summed`.
 
         Returns:
             ``hidden_BTD`` and one dictionary a layer.
@@ -97,8 +109,9 @@ class CallCapture:
             **packing_arguments(cu_seqlens, input_ids_BT.shape[1]),
         }
         with contextlib.suppress(_LastLayer):
+            bound = {**embed_parameters, **bindings(sums or {}, self._handles)}
             torch.func.functional_call(
-                self._base, dict(embed_parameters), (), accepted(self._base.forward, arguments)
+                self._base, bound, (), accepted(self._base.forward, arguments)
             )
         hidden_BTD = self._record[0][0]
         calls = [named for _, named in self._record]

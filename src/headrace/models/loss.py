@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812 - its name everywhere
 
 from headrace.batch import IGNORE_INDEX
-from headrace.models.linear import add_outer_product
+from headrace.models.summing import add_outer_product
 
 if TYPE_CHECKING:
     from headrace.models.head import LogitRule

@@ -21,9 +21,9 @@ from torch.utils.checkpoint import (
 
 from headrace.models.anatomy import first_tensor
 from headrace.models.buffers import initial_buffers
-from headrace.models.linear import bindings, sum_in_place
 from headrace.models.routing import RouterOutput, watch_routers
 from headrace.models.structure import structure
+from headrace.models.summing import bindings, handles_for, sum_in_place
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -113,8 +113,7 @@ class Templates:
                 if compile_layers:
                     calls = _compiled(len(by_structure), backend, routes=box is not None)
                 by_structure[key] = _Template(layer, box, calls, summed)
-                for name in summed:
-                    self._handles[name] = torch.zeros((), device=device, requires_grad=True)
+                self._handles.update(handles_for(summed, device))
             self._templates.append(by_structure[key])
             self._buffers.append(initial_buffers(layer, rule, device or torch.device("cpu")))
         self.num_structures = len(by_structure)
@@ -128,7 +127,7 @@ class Templates:
         return self._templates[index].summed
 
     def handles(self, names: Iterable[str]) -> list[torch.Tensor]:
-        """What to take gradients of so that those of ``names`` are added (their own are not)."""
+        """What to take gradients of so that those of ``names`` are summed."""
         return [self._handles[name] for name in names]
 
     def run(
