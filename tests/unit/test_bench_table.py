@@ -137,7 +137,7 @@ def test_the_search_places_a_benchmark_under_a_cap():
     spec = ModelSpec(qwen3_config("0.6b"))
     rates = Rates(
         flops=5e14, h2d_bytes=4e10, d2h_bytes=4e10, update_parameters=3e9,
-        device_update_parameters=1e11,
+        device_update_parameters=1e11, device_bytes=3.3e12,
     )  # fmt: skip
     wide, rows, choice = place(spec, 32768, {}, None, room=130 << 30, rates=rates)
     assert wide.device_units == len(spec.units)

@@ -1,4 +1,4 @@
-"""Choose what a run leaves open: units on the device, layers that recompute.
+"""Choose what a run leaves open: units on the device, layers that recompute, waves.
 
 Tries every placement that fits the budgets and takes the one with the shortest predicted step.
 Settings that the user gave are kept. On the CPU nothing is placed: its device memory is the host's.
@@ -6,6 +6,7 @@ Settings that the user gave are kept. On the CPU nothing is placed: its device m
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 # Of the device's memory: the rest is the CUDA context, cuBLAS workspaces and what the budget's one
 # per cent of error may be.
-USABLE_SHARE = 0.95
+USABLE_SHARE = 0.965
 CONTEXT_BYTES = 1 * GIB
 SAME_SPEED = 1.01
 
@@ -48,7 +49,7 @@ def choose(
     host_bytes: int,
     rates: Rates,
 ) -> Choice:
-    """Fill in ``device_units`` and ``recompute_layers`` where they are None.
+    """Fill in ``device_units``, ``recompute_layers`` and ``micro_batches_per_wave`` if None.
 
     Args:
         spec: the model.
@@ -72,10 +73,16 @@ def choose(
     unit_options = [config.device_units]
     if config.device_units is None:
         unit_options = list(range(len(spec.units) + 1))
-    for device_units in unit_options:
+    wave_options = [config.micro_batches_per_wave]
+    if config.micro_batches_per_wave is None:
+        wave_options = _even_waves(workload.micro_batches)
+    for device_units, per_wave in itertools.product(unit_options, wave_options):
         for recompute_layers in recompute_options:
             candidate = replace(
-                config, device_units=device_units, recompute_layers=recompute_layers
+                config,
+                device_units=device_units,
+                recompute_layers=recompute_layers,
+                micro_batches_per_wave=per_wave,
             )
             budget = step_budget(spec, candidate, dtype, workload)
             excess = max(budget.device_bytes - usable, 0) + max(budget.host_bytes - host_bytes, 0)
@@ -85,7 +92,7 @@ def choose(
                 continue
             time = predict_step(spec, candidate, workload, rates)
             fitting.append(Choice(config=candidate, budget=budget, time=time))
-            break  # fewer recomputed layers are never slower with the same units
+            break  # fewer recomputed layers are never slower with the same units and waves
     if fitting:
         limit = min(choice.time.seconds for choice in fitting) * SAME_SPEED
         # Of equally fast ones the most resident: it leaves the host and the bus to others.
@@ -101,6 +108,12 @@ def choose(
         remedy="lower per_device_train_batch_size or max_length, or set "
         "engine.micro_batches_per_wave",
     )
+
+
+def _even_waves(micro_batches: int) -> list[int]:
+    """Micro-batches of a wave that make all waves but the last alike; the whole step first."""
+    sizes = {-(-micro_batches // count) for count in range(1, micro_batches + 1)}
+    return sorted(sizes, reverse=True)
 
 
 def _excess(budget: Budget, device_bytes: int, host_bytes: int) -> int:
@@ -122,4 +135,5 @@ def typical_rates(device: torch.device, num_cores: int) -> Rates:
         d2h_bytes=40e9,
         update_parameters=min(0.2e9 * num_cores, 3.3e9),
         device_update_parameters=100e9,
+        device_bytes=3.3e12 if capability >= (9, 0) else 0.8e12,
     )

@@ -29,6 +29,7 @@ class Rates:
         d2h_bytes: bytes a second to the host.
         update_parameters: parameters a second that the host updates while DMA runs.
         device_update_parameters: parameters a second that the device updates.
+        device_bytes: bytes a second that the device reads and writes.
     """
 
     flops: float
@@ -36,6 +37,7 @@ class Rates:
     d2h_bytes: float
     update_parameters: float
     device_update_parameters: float
+    device_bytes: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +84,7 @@ def predict_step(
         recomputed = spec.num_layers
     waves = workload.num_waves(config)
 
+    # The first wave meets the updates.
     clock = updated = sent = waited_update = waited_h2d = 0.0
     for index, layout in enumerate(layouts):
         if index >= num_resident:
@@ -92,13 +95,19 @@ def predict_step(
             waited_h2d += max(0.0, sent - clock)
             clock = max(clock, sent)
         if 0 < index < len(layouts) - 1:
-            clock += layer_forward
-    backward = 2 * spec.num_layers * layer_forward + recomputed * layer_forward
-    moved = sum(layout.size for layout in layouts[max(1, num_resident) : -1])
-    waited_h2d += max(0.0, 2 * moved * waves / rates.h2d_bytes - backward)
-    waited_d2h = max(0.0, 2 * moved / rates.d2h_bytes - backward)
+            clock += layer_forward / waves
+    backward = (2 * spec.num_layers + recomputed) * layer_forward
+    streamed = layouts[max(1, num_resident) : -1]
+    moved = sum(layout.size for layout in streamed)
+    passes = 2 * waves - 1 if len(streamed) > config.weight_slots else 0
+    between = backward + spec.num_layers * layer_forward * (waves - 1) / waves
+    waited_h2d += max(0.0, 2 * moved * passes / rates.h2d_bytes - between)
+    waited_d2h = max(0.0, 2 * moved / rates.d2h_bytes - backward / waves)
     resident = sum(layout.num_trainable for layout in layouts[:num_resident])
-    compute = 3 * spec.num_layers * layer_forward + recomputed * layer_forward + head
+    trained = sum(layout.num_trainable for layout in layouts)
+    compute = (3 * spec.num_layers + recomputed) * layer_forward + head
+    # Every micro-batch reads and writes the float32 sums.
+    compute += 2 * 4 * trained * workload.micro_batches / rates.device_bytes
     compute += resident / rates.device_update_parameters
     exposed = {"update": waited_update, "h2d": waited_h2d, "d2h": waited_d2h}
     return StepTime(seconds=compute + sum(exposed.values()), compute=compute, exposed=exposed)

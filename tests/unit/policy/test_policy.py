@@ -14,9 +14,15 @@ from headrace.units import GIB
 # One H200 with 16 Xeon cores (docs/performance.md).
 RATES = Rates(
     flops=580e12, h2d_bytes=40e9, d2h_bytes=40e9, update_parameters=3.3e9,
-    device_update_parameters=100e9,
+    device_update_parameters=100e9, device_bytes=3.3e12,
 )  # fmt: skip
 WORKLOAD = Workload(tokens=8 * 4096, micro_batches=1, sequence_length=4096)
+WAVES = {"micro_batches_per_wave": 1, "weight_slots": 4, "loss_chunk_tokens": 2048}
+
+
+def workload(rows):
+    """32,768 tokens in micro-batches of so many rows."""
+    return Workload(tokens=rows * 4096, micro_batches=8 // rows, sequence_length=4096)
 
 
 def qwen3(*, layers=36, **sizes):
@@ -44,38 +50,68 @@ def qwen3_4b():
 
 
 def settings(**kwargs):
-    return EngineConfig(loss_chunk_tokens=4096, **kwargs)
+    return EngineConfig(**({"loss_chunk_tokens": 4096} | kwargs))
 
 
 @pytest.mark.parametrize(
-    ("model", "device_units", "recompute_layers", "measured_gib"),
+    ("model", "rows", "config", "measured_gib"),
     [
-        ("qwen3_8b", 0, 0, 110.33),
-        ("qwen3_8b", 21, 16, 129.53),
-        ("qwen3_4b", 38, 12, 112.40),
+        ("qwen3_8b", 8, {"device_units": 0}, 110.33),
+        ("qwen3_8b", 8, {"device_units": 21, "recompute_layers": 16}, 129.53),
+        ("qwen3_4b", 8, {"device_units": 38, "recompute_layers": 12}, 112.40),
+        ("qwen3_8b", 1, {"device_units": 37, **WAVES}, 130.1),
+        ("qwen3_8b", 2, {"device_units": 29, **WAVES}, 126.4),
+        ("qwen3_4b", 4, {"device_units": 38, **WAVES}, 100.7),
     ],
 )
 def test_budget_is_within_three_percent_of_measured_peaks(
-    request, model, device_units, recompute_layers, measured_gib
+    request, model, rows, config, measured_gib
 ):
     spec = request.getfixturevalue(model)
-    config = settings(device_units=device_units, recompute_layers=recompute_layers)
-    predicted = step_budget(spec, config, "bfloat16", WORKLOAD).device_bytes / GIB
-    assert predicted == pytest.approx(measured_gib, rel=0.03)
+    predicted = step_budget(spec, settings(**config), "bfloat16", workload(rows)).device_bytes
+    assert predicted / GIB == pytest.approx(measured_gib, rel=0.03)
 
 
 @pytest.mark.parametrize(
-    ("model", "device_units", "recompute_layers", "measured_seconds"),
-    [("qwen3_8b", 0, 0, 4.53), ("qwen3_8b", 21, 16, 3.43), ("qwen3_4b", 38, 12, 1.82)],
+    ("model", "rows", "config", "measured_seconds"),
+    [
+        ("qwen3_8b", 8, {"device_units": 0}, 4.53),
+        ("qwen3_8b", 8, {"device_units": 21, "recompute_layers": 16}, 3.43),
+        ("qwen3_4b", 8, {"device_units": 38, "recompute_layers": 12}, 1.82),
+        ("qwen3_8b", 1, {"device_units": 37, **WAVES}, 3.02),
+        ("qwen3_8b", 2, {"device_units": 29, **WAVES}, 3.24),
+        ("qwen3_4b", 4, {"device_units": 38, **WAVES}, 1.74),
+    ],
 )
 def test_predicted_step_is_within_a_tenth_of_measured(
-    request, model, device_units, recompute_layers, measured_seconds
+    request, model, rows, config, measured_seconds
 ):
     spec = request.getfixturevalue(model)
-    config = settings(device_units=device_units, recompute_layers=recompute_layers)
-    assert predict_step(spec, config, WORKLOAD, RATES).seconds == pytest.approx(
-        measured_seconds, rel=0.1
-    )
+    predicted = predict_step(spec, settings(**config), workload(rows), RATES).seconds
+    assert predicted == pytest.approx(measured_seconds, rel=0.1)
+
+
+def test_choice_splits_a_step_in_waves_when_that_makes_room(qwen3_8b):
+    """Sums of all layers on the device cost less than what recompute would."""
+    whole = chosen(qwen3_8b)
+    split = choose(
+        qwen3_8b, settings(), "bfloat16", workload(1),
+        device_bytes=139 * GIB, host_bytes=118 * GIB, rates=RATES,
+    )  # fmt: skip
+    assert split.config.micro_batches_per_wave == 1
+    assert split.config.recompute_layers == 0
+    assert split.time.seconds < whole.time.seconds
+    assert split.budget.device["gradients kept on the device"] == 0
+
+
+def test_waves_of_a_choice_are_even(qwen3_4b):
+    """Seven micro-batches: waves of 7, 4, 3, 2 and 1, and the user's own size is kept."""
+    odd = Workload(tokens=4096, micro_batches=7, sequence_length=4096)
+    limits = {"device_bytes": 60 * GIB, "host_bytes": 118 * GIB, "rates": RATES}
+    choice = choose(qwen3_4b, settings(), "bfloat16", odd, **limits)
+    assert choice.config.micro_batches_per_wave in (7, 4, 3, 2, 1)
+    kept = choose(qwen3_4b, settings(micro_batches_per_wave=5), "bfloat16", odd, **limits)
+    assert kept.config.micro_batches_per_wave == 5
 
 
 def test_budget_counts_host_state_at_fourteen_bytes(qwen3_8b):
@@ -86,9 +122,8 @@ def test_budget_counts_host_state_at_fourteen_bytes(qwen3_8b):
 
 
 def test_budget_shrinks_with_waves(qwen3_8b):
-    workload = Workload(tokens=4096, micro_batches=8, sequence_length=4096)
-    one = step_budget(qwen3_8b, settings(), "bfloat16", workload)
-    many = step_budget(qwen3_8b, settings(micro_batches_per_wave=2), "bfloat16", workload)
+    one = step_budget(qwen3_8b, settings(), "bfloat16", workload(1))
+    many = step_budget(qwen3_8b, settings(micro_batches_per_wave=2), "bfloat16", workload(1))
     assert many.device["activations"] == one.device["activations"] // 4
     assert many.device["gradient accumulators"] > one.device["gradient accumulators"]
 
