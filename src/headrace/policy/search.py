@@ -18,6 +18,8 @@ from headrace.policy.steptime import Rates, StepTime, predict_step
 from headrace.units import GIB, format_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from headrace.engine.config import EngineConfig
     from headrace.models.spec import ModelSpec
     from headrace.policy.budget import Workload
@@ -73,7 +75,7 @@ def choose(
     unit_options = [config.device_units]
     if config.device_units is None:
         unit_options = list(range(len(spec.units) + 1))
-    wave_options = [config.micro_batches_per_wave]
+    wave_options: Sequence[int | None] = [config.micro_batches_per_wave]
     if config.micro_batches_per_wave is None:
         wave_options = _even_waves(workload.micro_batches)
     for device_units, per_wave in itertools.product(unit_options, wave_options):
