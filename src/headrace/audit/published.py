@@ -9,7 +9,8 @@ replacement (seed 123). The invariant: every number equals that of scikit-learn'
 
 A draw repeats entities, so a refit is the same ridge with row weights: one weighted Gram matrix
 for each cell (fold x side of the split) serves the six fits of a draw, where the published code
-fits six regressions on copied rows.
+fits six regressions on copied rows. Wide embeddings need no Gram matrix a draw at all: their
+refits are solved together (:mod:`headrace.audit.published_draws`).
 
 Shape legend: n rows, P columns (embedding and features), M targets.
 """
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from scipy import linalg
 
+from headrace.audit.published_draws import solve_draws
 from headrace.errors import DataError
 
 if TYPE_CHECKING:
@@ -39,6 +41,9 @@ NUM_FOLDS = 5
 NUM_DRAWS = 200
 BOOTSTRAP_SEED = 123
 MIN_SIDE = 10
+
+# Least columns, and rows a column, for which solving all draws together is the faster way.
+_TOGETHER_COLUMNS, _TOGETHER_ROWS = 768, 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,10 +209,8 @@ def _r2(targets: Array, predicted: Array, weight: Array) -> Array:
     return scores
 
 
-def _evaluate(
-    values: Array, rows: PublishedRows, targets: Array, weight: Array
-) -> tuple[Array, Array]:
-    """``(M,)`` R2 off and on of weighted rows.
+def _deal(rows: PublishedRows, weight: Array) -> NDArray[np.intp]:
+    """Folds of weighted rows, checked.
 
     Raises:
         DataError: fewer than 10 rows on a side of the split, or fewer groups than folds.
@@ -218,7 +221,18 @@ def _evaluate(
             f"{int(sides[0])} rows up to the split date and {int(sides[1])} after it; protocol "
             f"{PROTOCOL} needs {MIN_SIDE} on either side"
         )
-    fold = group_folds(rows.entity, weight)
+    return group_folds(rows.entity, weight)
+
+
+def _evaluate(
+    values: Array, rows: PublishedRows, targets: Array, weight: Array
+) -> tuple[Array, Array]:
+    """``(M,)`` R2 off and on of weighted rows.
+
+    Raises:
+        DataError: fewer than 10 rows on a side of the split, or fewer groups than folds.
+    """
+    fold = _deal(rows, weight)
     cells = [
         [_cell(values, targets, weight, (fold == k) & side) for side in (rows.train, ~rows.train)]
         for k in range(NUM_FOLDS)
@@ -259,25 +273,44 @@ def evaluate_published(
     values = np.column_stack([np.asarray(embedding, dtype=np.float64), rows.features])
     # Ridge with an intercept does not see a shift; centring keeps the Gram matrices accurate.
     values -= values.mean(axis=0)
-    ones = np.ones(len(values))
-    off, on = _evaluate(values, rows, rows.targets, ones)
-    entities = np.unique(rows.entity)
-    rng = np.random.default_rng(BOOTSTRAP_SEED)
-    draws = np.full((num_draws, 2), np.nan)
-    observed = rows.targets[:, :1]
-    for draw in draws:
-        picked = rng.choice(entities, size=len(entities), replace=True)
-        times = np.bincount(np.searchsorted(entities, picked), minlength=len(entities))
-        weight = times[np.searchsorted(entities, rows.entity)].astype(np.float64)
-        try:
-            draw_off, draw_on = _evaluate(values, rows, observed, weight)
-        except DataError:
-            continue
-        draw[:] = draw_off[0], draw_on[0]
+    off, on = _evaluate(values, rows, rows.targets, np.ones(len(values)))
     return PublishedScores(
         r2_off=off,
         r2_on=on,
-        draws=draws,
+        draws=_bootstrap(values, rows, num_draws),
         num_train=int(rows.train.sum()),
         num_test=int((~rows.train).sum()),
     )
+
+
+def _bootstrap(values: Array, rows: PublishedRows, num_draws: int) -> Array:
+    """``(num_draws, 2)`` R2 off and on of entities drawn with replacement; NaN where one failed."""
+    entities, position = np.unique(rows.entity, return_inverse=True)
+    rng = np.random.default_rng(BOOTSTRAP_SEED)
+    times_BE = np.zeros((num_draws, len(entities)))
+    for times_E in times_BE:
+        picked = rng.choice(entities, size=len(entities), replace=True)
+        times_E[:] = np.bincount(np.searchsorted(entities, picked), minlength=len(entities))
+    draws = np.full((num_draws, 2), np.nan)
+    folds: dict[int, NDArray[np.intp]] = {}
+    for b, times_E in enumerate(times_BE):
+        try:
+            folds[b] = _deal(rows, times_E[position])
+        except DataError:
+            continue
+    pending = list(folds)
+    if values.shape[1] >= _TOGETHER_COLUMNS and len(values) >= _TOGETHER_ROWS * values.shape[1]:
+        fold_BE = np.full((len(pending), len(entities)), -1, dtype=np.intp)
+        for fold_E, b in zip(fold_BE, pending, strict=True):
+            fold_E[position] = folds[b]
+        solved = solve_draws(
+            values, rows.targets[:, 0], position, train=rows.train,
+            times_BE=times_BE[pending], fold_BE=fold_BE,
+            num_folds=NUM_FOLDS, alpha=ALPHA,
+        )  # fmt: skip
+        draws[pending] = solved
+        pending = [b for b, draw in zip(pending, solved, strict=True) if np.isnan(draw).any()]
+    for b in pending:
+        off, on = _evaluate(values, rows, rows.targets[:, :1], times_BE[b][position])
+        draws[b] = off[0], on[0]
+    return draws

@@ -65,8 +65,15 @@ def transcription(x, y, date, code, num_draws):
     return score(np.arange(len(y))), np.array(draws)
 
 
-@pytest.mark.parametrize("dimension", [12, 900])
-def test_equals_scikit_learn_to_1e_9_point_and_draws(sampled, dimension):
+@pytest.mark.parametrize(
+    ("dimension", "how"), [(12, "alone"), (900, "alone"), (12, "together"), (12, "unsolved")]
+)
+def test_equals_scikit_learn_to_1e_9_point_and_draws(sampled, dimension, how, monkeypatch):
+    if how != "alone":
+        monkeypatch.setattr("headrace.audit.published._TOGETHER_COLUMNS", 1)
+    if how == "unsolved":
+        # Systems that do not converge are refitted one by one.
+        monkeypatch.setattr("headrace.audit.published_draws._MAX_OUTER", 1)
     panel, _, _ = sampled
     vectors, _ = draw_embeddings(
         panel, [], network="digits", dimension=dimension, num_twins=0, seed=1
