@@ -23,6 +23,7 @@ from scipy import stats
 
 from headrace.audit.resample import (
     MIN_BLOCKS,
+    MIN_BLOCKS_A_SIDE,
     Estimate,
     date_block_mean,
     date_block_ratio,
@@ -61,14 +62,19 @@ class Contrast:
 
 
 def side_gain(
-    gain: Array, target: Array, session: NDArray[np.integer], length: int
+    gain: Array,
+    target: Array,
+    session: NDArray[np.integer],
+    length: int,
+    *,
+    min_blocks: int = MIN_BLOCKS,
 ) -> tuple[Estimate, Estimate]:
     """Covariance of ``gain`` and ``target`` over rows, and its ratio to the target's variance."""
     centred = target - target.mean()
     product = (gain - gain.mean()) * centred
     return (
-        date_block_mean(product, session, length=length),
-        date_block_ratio(product, centred**2, session, length=length),
+        date_block_mean(product, session, length=length, min_blocks=min_blocks),
+        date_block_ratio(product, centred**2, session, length=length, min_blocks=min_blocks),
     )
 
 
@@ -95,14 +101,22 @@ def contrast(
             shares of it, so that channels add up; no p-value depends on it.
 
     Raises:
-        DataError: fewer than 10 blocks on a side, or a target that does not vary there.
+        DataError: fewer than 5 blocks on a side or 10 together, or a target that does not vary
+            on a side.
     """
     sides = (session < cutoff_session - gap, session >= cutoff_session + gap)
     if min(float(np.ptp(target[side])) if side.any() else 0.0 for side in sides) == 0.0:
         raise DataError("the target does not vary on one side of the cutoff")
-    gains = [side_gain(gain[side], target[side], session[side], length) for side in sides]
-    if any(np.isnan(estimate.se) for estimate, _ in gains):
-        raise DataError(f"fewer than {MIN_BLOCKS} date blocks on one side of the cutoff")
+    gains = [
+        side_gain(gain[side], target[side], session[side], length, min_blocks=MIN_BLOCKS_A_SIDE)
+        for side in sides
+    ]
+    blocks = [estimate.num_blocks for estimate, _ in gains]
+    if min(blocks) < MIN_BLOCKS_A_SIDE or sum(blocks) < MIN_BLOCKS:
+        raise DataError(
+            f"{blocks[0]} date blocks of {length} sessions before the cutoff and {blocks[1]} after "
+            f"it; {MIN_BLOCKS_A_SIDE} on either side and {MIN_BLOCKS} together are needed"
+        )
     # The channel's share of the total sets the unit of what is printed, and nothing else.
     share = float(target[sides[0] | sides[1]].var()) / total_variance
     arms = {

@@ -17,9 +17,10 @@ import numpy as np
 from scipy import stats
 
 from headrace.audit.config import parse_date
-from headrace.audit.records import Figure, ReductionRecord
-from headrace.audit.resample import MIN_BLOCKS, date_block_mean, shift_p_two_sided
-from headrace.audit.tables import FigureMaker, null_of
+from headrace.audit.premium import arm_difference
+from headrace.audit.records import EmbargoRecord, Figure, ReductionRecord
+from headrace.audit.resample import MIN_BLOCKS, date_block_mean, scaled, shift_p_two_sided
+from headrace.audit.tables import FigureMaker, null_of, total_variance
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -164,7 +165,49 @@ def reduction_record(
             for channel in layout.channels
         },
         premium=_premium_figure(measured, weights, layout, make),
+        walk_forward=_walk_forward_difference(measured, layout, make),
+        embargo=_embargo_differences(measured, layout, make),
     )
+
+
+def _walk_forward_difference(
+    measured: Sequence[Measurement], layout: Layout, make: FigureMaker
+) -> Figure | None:
+    first, second = (m.level.walk if m.level is not None else None for m in measured)
+    if first is None or second is None:
+        return None
+    view, unit = layout.views["level"], total_variance(layout)
+    estimate = arm_difference(first, second, view, length=layout.length, unit=unit)
+    return make.of_estimate(estimate, layout.walk.protocol, note="pooled over the windows")
+
+
+def _embargo_differences(
+    measured: Sequence[Measurement], layout: Layout, make: FigureMaker
+) -> tuple[EmbargoRecord, ...]:
+    first, second = (m.level for m in measured)
+    if first is None or second is None:
+        return ()
+    view, unit = layout.views["level"], total_variance(layout)
+    records = []
+    for k, sessions in enumerate(layout.off.embargoes):
+        protocol = layout.off.protocols[k]
+        off = arm_difference(first.off[k], second.off[k], view, length=layout.length, unit=unit)
+        gains = [level.on.improvement - level.off[k].improvement for level in (first, second)]
+        both = ~np.isnan(gains[0]) & ~np.isnan(gains[1])
+        paired = (gains[0] - gains[1])[both]
+        premium = date_block_mean(paired, view.session[both], length=layout.length)
+        records.append(
+            EmbargoRecord(
+                embargo_sessions=sessions,
+                r2_off=make.of_estimate(off, protocol),
+                premium=make.of_estimate(
+                    scaled(premium, 1.0 / unit),
+                    f"{layout.on.protocol} - {protocol}",
+                    note="matched: both arms on the rows after the split",
+                ),
+            )
+        )
+    return tuple(records)
 
 
 def _premium_figure(

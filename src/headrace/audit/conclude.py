@@ -92,7 +92,7 @@ def channel_contrast(
     """Statistic 3 of one channel.
 
     Raises:
-        DataError: too few blocks on a side, or a target that does not vary there.
+        DataError: too few blocks, or a target that does not vary on a side.
     """
     view = layout.views[channel]
     return contrast(

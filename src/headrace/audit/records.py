@@ -14,9 +14,12 @@ from __future__ import annotations
 
 import typing
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from headrace.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 SCHEMA = "headrace.audit"
 SCHEMA_VERSION = 1
@@ -84,6 +87,13 @@ class Figure:
     null: Null | None = None
     twins: Null | None = None
     note: str = ""
+
+    def written(self) -> str:
+        """``0.012 [-0.003, 0.027]``, or the note of a figure that could not be had."""
+        if self.value is None:
+            return self.note
+        interval = "" if self.low is None else f" [{self.low:.4f}, {self.high:.4f}]"
+        return f"{self.value:.4f}{interval}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,13 +279,29 @@ class ControlRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class ReductionRecord:
-    """What training removed, ``base`` minus ``trained``: skill by channel, then the premium."""
+    """What training removed, ``base`` minus ``trained``: skill by channel, then the premium.
+
+    ``walk_forward`` is the difference of pooled R2, ``embargo`` that of the chronological arm and
+    of the matched premium at each embargo; rows are paired.
+    """
 
     base: str
     trained: str
     skill: dict[str, Figure]
     premium: Figure
     published: Figure | None = None
+    walk_forward: Figure | None = None
+    embargo: tuple[EmbargoRecord, ...] = ()
+
+    def figures(self) -> Iterator[tuple[str, Figure]]:
+        """Every figure with the words for it."""
+        for channel, figure in self.skill.items():
+            yield f"skill, {channel}", figure
+        yield "premium", self.premium
+        if self.walk_forward is not None:
+            yield "walk-forward R2", self.walk_forward
+        for row in self.embargo:
+            yield f"matched premium, embargo {row.embargo_sessions}", row.premium
 
 
 @dataclass(frozen=True, kw_only=True)

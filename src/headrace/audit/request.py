@@ -57,6 +57,23 @@ class AuditRequest:
         )
 
 
+def model_pairs(options: Sequence[str], flag: str) -> tuple[tuple[str, str], ...]:
+    """``["base=lora", "base=full"]`` as pairs; a model may stand in several.
+
+    Raises:
+        ConfigError: an option without ``=``, an empty side, a model with itself, or a pair twice.
+    """
+    found: list[tuple[str, str]] = []
+    for option in options:
+        ((first, second),) = pairs([option], flag).items()
+        if first == second:
+            raise ConfigError(f"{flag} {option!r} compares a model with itself")
+        if (first, second) in found:
+            raise ConfigError(f"{flag} gives {option!r} twice")
+        found.append((first, second))
+    return tuple(found)
+
+
 def pairs(options: Sequence[str], flag: str) -> dict[str, str]:
     """``["a=x", "b=y"]`` as a dictionary.
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     Array = NDArray[np.float64]
 
 MIN_BLOCKS = 10
+MIN_BLOCKS_A_SIDE = 5  # where two sides of at least 10 blocks together are compared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,12 @@ def block_length(label_length: int, *, at_least: int = 5) -> int:
 
 
 def date_block_ratio(
-    numerator: Array, denominator: Array, session: NDArray[np.integer], *, length: int
+    numerator: Array,
+    denominator: Array,
+    session: NDArray[np.integer],
+    *,
+    length: int,
+    min_blocks: int = MIN_BLOCKS,
 ) -> Estimate:
     """``sum(numerator) / sum(denominator)``, linearised, with the error of date blocks.
 
@@ -76,6 +82,7 @@ def date_block_ratio(
         denominator: ``(n,)`` likewise.
         session: ``(n,)`` its date.
         length: sessions a block; the last block takes the remainder.
+        min_blocks: for an error.
 
     Raises:
         DataError: no rows.
@@ -92,7 +99,7 @@ def date_block_ratio(
     ratio = above.sum() / below.sum()
     residual = above - ratio * below
     se = np.nan
-    if count >= MIN_BLOCKS:
+    if count >= min_blocks:
         se = float(np.sqrt(count / (count - 1) * (residual**2).sum()) / below.sum())
     # Rounding of a sum that is exactly zero must not look like a tiny, certain effect.
     if se <= 1e-12 * float(np.abs(numerator).max()):
@@ -102,9 +109,12 @@ def date_block_ratio(
     )
 
 
-def date_block_mean(values: Array, session: NDArray[np.integer], *, length: int) -> Estimate:
+def date_block_mean(
+    values: Array, session: NDArray[np.integer], *, length: int, min_blocks: int = MIN_BLOCKS
+) -> Estimate:
     """Mean of ``values`` with the error of blocks of ``length`` consecutive sessions."""
-    return date_block_ratio(values, np.ones(len(values)), session, length=length)
+    ones = np.ones(len(values))
+    return date_block_ratio(values, ones, session, length=length, min_blocks=min_blocks)
 
 
 def difference(first: Estimate, second: Estimate) -> Estimate:

@@ -126,6 +126,9 @@ def judge(evidence: Evidence) -> Judgement:
     skilled: tuple[Channel, ...] = tuple(
         channel for channel, p in evidence.skill_p.items() if p <= evidence.level
     )
+    unseen = tuple(channel for channel in skilled if channel in evidence.contrast_failed)
+    if unseen:
+        return _undecided(evidence, unseen, cautions)
     if skilled:
         return _skill(evidence, skilled, cautions)
     if evidence.too_few_shifts:
@@ -214,6 +217,21 @@ def _knows(evidence: Evidence, guilty: tuple[Channel, ...], cautions: list[str])
         summary=tuple(sentences),
         channels=guilty,
         share_of_r2=share,
+        cautions=tuple(cautions),
+    )
+
+
+def _undecided(evidence: Evidence, channels: tuple[Channel, ...], cautions: list[str]) -> Judgement:
+    """Skill, and too little data to tell it from knowledge of the future."""
+    return Judgement(
+        verdict="too_little_data",
+        summary=tuple(
+            f"The embedding predicts {CHANNEL_WORDS[channel]} ({evidence.skill_test}, "
+            f"p = {evidence.skill_p[channel]:.2g}), but whether it does so only up to its cutoff "
+            f"({evidence.cutoff}) cannot be tested: {evidence.contrast_failed[channel]}."
+            for channel in channels
+        ),
+        channels=channels,
         cautions=tuple(cautions),
     )
 

@@ -82,7 +82,7 @@ def audit(
     from headrace.audit.perplexity import read_losses
     from headrace.audit.recall import read_answers
     from headrace.audit.recipe import request_from_recipe
-    from headrace.audit.request import AuditRequest, file_sources, pairs
+    from headrace.audit.request import AuditRequest, file_sources, model_pairs, pairs
     from headrace.errors import ConfigError
 
     if recipe is not None:
@@ -111,7 +111,7 @@ def audit(
                 for name, file in pairs(recall or (), "--recall").items()
             },
             perplexity=losses,
-            reductions=tuple(pairs(reduction or (), "--reduction").items()),
+            reductions=model_pairs(reduction or (), "--reduction"),
             config=AuditConfig(
                 split_date=split_date,
                 num_shifts=shifts,
@@ -131,6 +131,10 @@ def audit(
         print(f"{model.name}: {model.verdict}")
         for sentence in (*model.summary, *model.cautions):
             print(f"  {sentence}")
+    for pair in result.reductions:
+        print(f"{pair.base} minus {pair.trained}:")
+        for what, figure in pair.figures():
+            print(f"  {what}: {figure.written()}")
     for control in result.controls:
         found = "was found" if control.detected else "was NOT found"
         print(

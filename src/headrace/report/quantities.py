@@ -197,6 +197,17 @@ def _of_reduction(reduction: Node) -> Iterator[tuple[str, str, Node]]:
     for channel, node in reduction.items("skill"):
         yield f"skill.{channel}", f"skill, {CHANNEL_NAMES.get(channel, channel)}", node
     yield "premium", "leakage premium Π", reduction.child("premium")
+    walk_forward = reduction.maybe("walk_forward")
+    if walk_forward is not None:
+        yield "walk_forward", "walk-forward R², pooled", walk_forward
+    for index, row in enumerate(reduction.children("embargo")):
+        sessions = row.integer("embargo_sessions")
+        for name, label in (("r2_off", "R², chronological"), ("premium", "matched premium")):
+            yield (
+                f"embargo[{index}].{name}",
+                f"{label}, embargo {sessions} sessions",
+                row.child(name),
+            )
     published = reduction.maybe("published")
     if published is not None:
         yield "published", "premium reduction as published", published

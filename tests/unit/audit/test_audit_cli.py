@@ -58,6 +58,23 @@ def test_a_user_s_own_panel_and_vectors_are_judged(files, tmp_path, capsys):
     assert "m: knows_the_future" in capsys.readouterr().out
 
 
+def test_lora_and_full_weight_are_compared_with_their_base_and_each_other(files, tmp_path, capsys):
+    folder, drawn = files
+    names = {"full": "twin 0", "lora": "twin 1"}
+    models = [f"--embeddings={name}={folder / file}.npy" for name, file in names.items()]
+    wanted = [("m", "full"), ("m", "lora"), ("lora", "full")]
+    pairs = [f"--reduction={first}={second}" for first, second in wanted]
+    rest = [a for a in common(folder, drawn) if a != "--no-tables"]
+    assert call(*rest, *models, *pairs, "--json", tmp_path / "out.json") == 0
+    result = read_json(tmp_path / "out.json")
+    assert [(pair.base, pair.trained) for pair in result.reductions] == wanted
+    printed = capsys.readouterr().out
+    assert "lora minus full:" in printed
+    assert "matched premium, embargo 5: " in printed
+    assert call(*rest, "--reduction=m=m") == 2
+    assert call(*rest, "--reduction=m=full", "--reduction=m=full") == 2
+
+
 def test_json_on_stdout_is_one_object(files, capsys):
     assert call(*common(*files), "--json", "-") == 0
     data = json.loads(capsys.readouterr().out)

@@ -13,6 +13,7 @@ from headrace.audit.prompts import TEMPLATES, render_prompts
 from headrace.audit.sources import load, source_from_file
 from headrace.audit.stack import describe_stack, hash_weights, hf_forward, untrained_model
 from headrace.audit.vector_cache import VectorCache, write_vectors
+from headrace.cli._embedders import plain_embedder
 from headrace.errors import ConfigError, DataError
 
 CONFIG = LlamaConfig(
@@ -207,3 +208,36 @@ def test_a_vector_that_is_not_finite_is_refused_with_its_prompt(model, tokenizer
         )  # fmt: skip
     with pytest.raises(ConfigError, match="pooling"):
         EmbedConfig(pooling="first")
+
+
+# peft asks transformers by a name that is on its way out.
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+def test_an_adapter_folder_is_embedded_with_its_adapter(tokenizer, tmp_path):
+    """LoRA against full weight: an adapter that is not applied would have its base's vectors."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    base = LlamaForCausalLM(CONFIG)
+    base.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    lora.base_model_name_or_path = str(tmp_path / "base")
+    adapted = peft.get_peft_model(LlamaForCausalLM.from_pretrained(tmp_path / "base"), lora)
+    adapted.save_pretrained(tmp_path / "lora")
+    tokenizer.save_pretrained(tmp_path / "lora")
+    config = EmbedConfig()
+    found = {}
+    for name in ("base", "lora"):
+        with plain_embedder(
+            str(tmp_path / name), layer=-1, device="cpu", dtype="float32", attention="sdpa",
+            untrained=None,
+        ) as embedder:  # fmt: skip
+            vectors = embed_prompts(
+                PROMPTS, tokenizer=embedder.tokenizer, forward=embedder.forward, config=config
+            )
+            found[name] = embedder.weights, vectors
+    assert found["base"][0] != found["lora"][0]
+    assert np.abs(found["base"][1] - found["lora"][1]).max() > 1e-3
+    ids = torch.tensor([tokenizer(PROMPTS[0])["input_ids"]])
+    with torch.no_grad():
+        hidden = adapted.merge_and_unload().model(ids).last_hidden_state[0, -1]
+    np.testing.assert_allclose(found["lora"][1][0], hidden, atol=1e-5)

@@ -123,6 +123,10 @@ def test_the_whole_result_survives_the_file(leaky):
     reduction = result.reductions[0]
     assert reduction.skill["entity"].value > 0
     assert reduction.skill["entity"].low < reduction.skill["entity"].value
+    pooled = [result.model(name).walk_forward[-1].r2.value for name in ("base", "trained")]
+    assert reduction.walk_forward.value == pytest.approx(pooled[0] - pooled[1])
+    off = [result.model(name).embargo[1].r2_off.value for name in ("base", "trained")]
+    assert reduction.embargo[1].r2_off.value == pytest.approx(off[0] - off[1])
     assert set(result.slope) == {"common", "entity", "premium"}
 
 
@@ -133,9 +137,13 @@ def test_reduction_of_a_model_by_itself_is_exactly_nothing(clean):
         config=AuditConfig(num_shifts=39),
         reductions=[("a", "b")],
     )
-    for figure in (*result.reductions[0].skill.values(), result.reductions[0].premium):
+    reduction = result.reductions[0]
+    for figure in (*reduction.skill.values(), reduction.premium):
         assert figure.value == 0
         assert figure.p_value == 1
+    assert [row.embargo_sessions for row in reduction.embargo] == [0, 5, 20]
+    rows = [figure for row in reduction.embargo for figure in (row.r2_off, row.premium)]
+    assert {figure.value for figure in (reduction.walk_forward, *rows)} == {0.0}
 
 
 def test_more_models_never_make_a_claim_easier(leaky, quick):

@@ -48,6 +48,18 @@ KNOWS = replace(SKILL, contrast_p={"common": 0.01, "entity": 0.9})
         (replace(SKILL, sessions_after=0, contrast_p={}, recall=(True, True)), "skill"),
         (replace(NOTHING, too_few_shifts="12 shifts"), "too_little_data"),
         (replace(KNOWS, too_few_shifts="12 shifts"), "knows_the_future"),
+        (
+            replace(SKILL, contrast_p={"entity": 0.9}, contrast_failed={"common": "4 blocks"}),
+            "too_little_data",
+        ),
+        (
+            replace(SKILL, contrast_p={"common": 0.5}, contrast_failed={"entity": "4 blocks"}),
+            "skill",
+        ),
+        (
+            replace(NOTHING, contrast_p={}, contrast_failed={"common": "4 blocks"}),
+            "no_detectable_skill",
+        ),
         (replace(NOTHING, skill_p={}, untested={"common": "90 dates"}), "too_little_data"),
     ],
 )
