@@ -136,3 +136,11 @@ def test_sigterm_saves_and_exits_with_143(config_file, tmp_path):
     assert record["status"] == "stopped"
     assert (tmp_path / "run" / record["checkpoint"] / "model.safetensors").is_file()
     assert f"stopped at step {record['sessions'][-1]['last_step']}" in out
+
+
+def test_a_trace_is_written_where_it_was_asked_for(capsys, config_file, tmp_path):
+    trace = tmp_path / "traces" / "run: 1.json"
+    code, _, _ = call(capsys, "train", config_file, "max_steps=2", "--trace", str(trace))
+    assert code == 0
+    names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
+    assert {"step 1", "step 2", "forward layers.0"} <= names

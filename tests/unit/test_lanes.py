@@ -232,8 +232,8 @@ def test_exposed_time_is_accounted_to_a_lane(name, monkeypatch):
         lane = {"h2d": engine._windows._h2d, "update": updater._update, "d2h": updater._d2h}[name]
         submit = lane.submit
 
-        def slowly(work, after=()):
-            return submit(lambda: (time.sleep(0.01), work()), after)
+        def slowly(work, after=(), **more):
+            return submit(lambda: (time.sleep(0.01), work()), after, **more)
 
         monkeypatch.setattr(lane, "submit", slowly)
         for _ in range(2):

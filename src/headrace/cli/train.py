@@ -29,6 +29,13 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the configuration, print it resolved, stop.")
     ] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write a Chrome trace of the last steps here: what each lane did when. The same "
+            "as engine.trace=FILE."
+        ),
+    ] = None,
     schema: Annotated[
         bool, typer.Option("--schema", help="Print the JSON schema of the file and stop.")
     ] = False,
@@ -48,6 +55,8 @@ def train(
             "headrace train needs a configuration file",
             remedy="headrace train CONFIG.yaml; recipes/ has some to start from",
         )
+    if trace is not None:
+        overrides = [*(overrides or []), f"engine.trace={json.dumps(str(trace))}"]
     if dry_run:
         resolved, notes = resolve(config, overrides or [])
         if as_json:

@@ -44,6 +44,7 @@ class EngineConfig:
         lane_timeout_seconds: the longest a step waits for a transfer or update before it fails.
         poison_slots: overwrite freed slots with NaN and never reuse a sent layer: the check that
             no stale weight is read, used by the self-test and ``headrace doctor``.
+        trace: file for a Chrome trace of the last steps, what every lane did when; None for none.
         lane_jitter_seconds: random delay before every transfer and update, for the same check.
     """
 
@@ -64,6 +65,7 @@ class EngineConfig:
     lane_timeout_seconds: float = 600.0
     poison_slots: bool = False
     lane_jitter_seconds: float = 0.0
+    trace: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse values that no step could run with."""

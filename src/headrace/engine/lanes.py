@@ -19,10 +19,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from headrace.engine.trace import timed_event
 from headrace.errors import HeadraceError, LaneError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+
+    from headrace.engine.trace import Tracer
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,7 @@ class Lane:
         *,
         timeout_seconds: float,
         jitter: Callable[[], float] | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         """Start the lane's thread.
 
@@ -113,28 +117,34 @@ class Lane:
             device: the compute device; a CUDA lane owns a stream on it.
             timeout_seconds: the bound of every wait.
             jitter: seconds to sleep before each job (race checks), or None.
+            tracer: told of every job, or None.
         """
         self.name = name
         self.timeout_seconds = timeout_seconds
         self._device = device
         self._jitter = jitter
+        self._tracer = tracer
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # as above
         self._jobs: queue.SimpleQueue[
-            tuple[Ticket, tuple[Ticket | Mark, ...], Callable[[], None]] | None
+            tuple[Ticket, tuple[Ticket | Mark, ...], Callable[[], None], str] | None
         ] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"headrace-{name}", daemon=True)
         self._thread.start()
 
     def submit(
-        self, work: Callable[[], None], after: Iterable[Ticket | Mark | None] = ()
+        self,
+        work: Callable[[], None],
+        after: Iterable[Ticket | Mark | None] = (),
+        *,
+        label: str = "",
     ) -> Ticket:
-        """Queue ``work`` to run once everything in ``after`` is done."""
+        """Queue ``work`` to run once everything in ``after`` is done; traces show ``label``."""
         ticket = Ticket(self)
         waits = tuple(item for item in after if item is not None)
-        self._jobs.put((ticket, waits, work))
+        self._jobs.put((ticket, waits, work, label))
         return ticket
 
     def close(self) -> None:
@@ -149,19 +159,23 @@ class Lane:
         except Exception as error:  # noqa: BLE001 - handed to whoever waits
             self._error = error
         while (job := self._jobs.get()) is not None:
-            ticket, waits, work = job
+            ticket, waits, work, label = job
             if self._error is not None:
                 ticket._fail(self._error)  # noqa: SLF001 - one class in two halves
                 continue
             try:
-                ticket._finish(self._carry_out(ticket, waits, work))  # noqa: SLF001 - as above
+                ticket._finish(self._carry_out(ticket, waits, work, label))  # noqa: SLF001 - as above
             except BaseException as error:  # noqa: BLE001 - handed to whoever waits
                 self._error = error
                 ticket._fail(error)  # noqa: SLF001 - one class in two halves
             del job, ticket, waits, work  # let buffers go before waiting for the next job
 
     def _carry_out(
-        self, ticket: Ticket, waits: tuple[Ticket | Mark, ...], work: Callable[[], None]
+        self,
+        ticket: Ticket,
+        waits: tuple[Ticket | Mark, ...],
+        work: Callable[[], None],
+        label: str,
     ) -> torch.cuda.Event | None:
         if self._stream is None:
             for item in waits:
@@ -170,16 +184,28 @@ class Lane:
             ticket.work_started = time.perf_counter()
             with torch.no_grad():
                 work()
+            if self._tracer is not None:
+                self._tracer.add_host(self.name, label, ticket.work_started)
             return None
         with torch.cuda.stream(self._stream), torch.no_grad():
             for item in waits:
                 item.wait_on_stream()
             self._delay()
             ticket.work_started = time.perf_counter()
+            if self._tracer is not None:
+                return self._traced(self._tracer, work, label)
             work()
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch
             event.record()
             return event
+
+    def _traced(self, tracer: Tracer, work: Callable[[], None], label: str) -> torch.cuda.Event:
+        """Work whose beginning and end on the stream are kept."""
+        anchor, begun = tracer.anchor, timed_event()
+        work()
+        ended = timed_event()
+        tracer.add(self.name, label, begun, ended, anchor)
+        return ended
 
     def _delay(self) -> None:
         if self._jitter is not None:

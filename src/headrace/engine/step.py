@@ -27,6 +27,7 @@ from headrace.engine.passes import DeviceBatch, LayerRecord, Passes
 from headrace.engine.results import EvalResult, StepResult
 from headrace.engine.routing import StepRouting
 from headrace.engine.schedule import split_waves
+from headrace.engine.trace import Tracer
 from headrace.engine.update import Updater, check_finite_state
 from headrace.engine.windows import Exposure, Windows
 from headrace.errors import ConfigError, DataError
@@ -36,7 +37,6 @@ from headrace.models.templates import Templates
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from types import TracebackType
 
     from headrace.engine.windows import Walk
     from headrace.models.capture import LayerArguments
@@ -97,8 +97,11 @@ class Engine:
             compile_loss=self.config.compile_backend if compile_layers else None,
         )
         jitter = random_delay(self.config.lane_jitter_seconds)
-        self._exposure = Exposure()
-        self.updater = Updater(state, optimizer or AdamWConfig(), self.config, self.device, jitter)
+        self._tracer = Tracer.wanted(self.config, self.device)
+        self._exposure = Exposure(self._tracer)
+        self.updater = Updater(
+            state, optimizer or AdamWConfig(), self.config, self.device, jitter, tracer=self._tracer
+        )
         self._windows = Windows(
             state,
             self.updater,
@@ -121,18 +124,15 @@ class Engine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
         """Finish queued updates and end the lanes; the state stays valid."""
         self._windows.close()
         self.updater.close()
+        if self._tracer is not None:
+            self._tracer.close()
 
     def synchronize(self) -> None:
         """Wait until the state holds every update; call before reading or saving it."""
@@ -162,7 +162,7 @@ class Engine:
         num_supervised = sum(batch.num_supervised_tokens for batch in micro_batches)
         if num_supervised == 0:
             raise DataError("no token of this step's batch is supervised: every target is -100")
-        self._exposure.reset()
+        self._exposure.reset(self.state.optimizer_step + 1)
         begun = time.perf_counter()
         step = self.state.optimizer_step + 1
         clipping = max_grad_norm is not None and max_grad_norm > 0

@@ -13,6 +13,7 @@ nor on threads.
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
     from headrace.engine.config import AdamWConfig, EngineConfig
     from headrace.engine.slots import GradientSlot
+    from headrace.engine.trace import Tracer
     from headrace.store.state import ModelState
 
 NORM_BLOCK = 1 << 16
@@ -54,6 +56,8 @@ class Updater:
         config: EngineConfig,
         device: torch.device,
         jitter: Callable[[], float] | None,
+        *,
+        tracer: Tracer | None = None,
     ) -> None:
         """Allocate room for the returned gradients and start both lanes.
 
@@ -93,9 +97,12 @@ class Updater:
         )
         self._gates = {chunk: ChunkGate() for unit in self._optimizer.chunks for chunk in unit}
         timeout = config.lane_timeout_seconds
-        self._d2h = Lane("d2h", device, timeout_seconds=timeout, jitter=jitter)
+        self._tracer = tracer
+        self._d2h = Lane("d2h", device, timeout_seconds=timeout, jitter=jitter, tracer=tracer)
         # Updates run on the host whatever the device: their lane has no stream.
-        self._update = Lane("update", torch.device("cpu"), timeout_seconds=timeout, jitter=jitter)
+        self._update = Lane(
+            "update", torch.device("cpu"), timeout_seconds=timeout, jitter=jitter, tracer=tracer
+        )
         self._early: set[Chunk] = set()  # updated before the norm was known
         self._returned: list[Ticket | None] = [None] * len(counts)
         self.updated: list[Ticket | None] = [None] * len(counts)
@@ -126,7 +133,8 @@ class Updater:
         after: list[Ticket | Mark | None] = [Mark.here(self._device), self.updated[unit]]
         ticket = None
         for chunk in self._optimizer.chunks[unit]:
-            ticket = self._d2h.submit(self._return_work(chunk, slot), after)
+            work = self._return_work(chunk, slot)
+            ticket = self._d2h.submit(work, after, label=self.state.layouts[unit].name)
             after = []
             if early is not None:
                 self.updated[unit] = self._submit_early(chunk, early, ticket)
@@ -160,15 +168,19 @@ class Updater:
             if self._optimizer.update(chunk, self._arrays[chunk.unit], bounded):
                 self._early.add(chunk)
 
-        return self._update.submit(work)
+        return self._update.submit(work, label=self.state.layouts[chunk.unit].name)
 
     def gradient_norm(self) -> float:
         """The 2-norm of all returned gradients; waits until they have landed."""
+        begun = time.perf_counter()
         for ticket in self._returned:
             if ticket is not None:
                 ticket.synchronize()
         self._on_device.wait()
-        return self._norms.total()
+        norm = self._norms.total()
+        if self._tracer is not None:
+            self._tracer.add_host("clip", "wait for the norm", begun)
+        return norm
 
     def returned_gradient(self, unit: int) -> torch.Tensor:
         """A unit's last gradient as its update sees it, flat; valid until the next step."""
@@ -184,6 +196,9 @@ class Updater:
             settings: with the clipping coefficient.
         """
         finite = math.isfinite(norm)
+        begun = time.perf_counter()
+        if self._tracer is not None and self.state.device_units:
+            self._tracer.compute("update on the device")
         if finite:
             self.state.optimizer_step = settings.step
         for unit, chunks in zip(self.state.units, self._optimizer.chunks, strict=True):
@@ -193,7 +208,12 @@ class Updater:
                         self._on_device.update(chunk, settings)
                     continue
                 work = self._finish if finite else self._undo
-                self.updated[chunk.unit] = self._update.submit(_bind(work, chunk, settings))
+                self.updated[chunk.unit] = self._update.submit(
+                    _bind(work, chunk, settings), label=unit.layout.name
+                )
+        if self._tracer is not None:
+            self._tracer.pause()
+            self._tracer.add_host("clip", "queue updates", begun)
 
     def _finish(self, chunk: Chunk, settings: UpdateSettings) -> None:
         gradient = self._arrays[chunk.unit]

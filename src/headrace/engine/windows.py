@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from headrace.engine.config import EngineConfig
+    from headrace.engine.trace import Tracer
     from headrace.engine.update import Updater
     from headrace.store.state import ModelState
 
@@ -26,12 +27,14 @@ if TYPE_CHECKING:
 class Exposure:
     """Seconds that compute waited, by lane, since the last reset."""
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self.reset()
+    def __init__(self, tracer: Tracer | None = None) -> None:
+        self.seconds = {"h2d": 0.0, "update": 0.0, "d2h": 0.0}
+        self.tracer = tracer
 
-    def reset(self) -> None:
+    def reset(self, step: int) -> None:
         """Begin a step."""
+        if self.tracer is not None:
+            self.tracer.begin_step(step)
         self.seconds = {"h2d": 0.0, "update": 0.0, "d2h": 0.0}
 
     def wait(self, slot: Slot) -> None:
@@ -45,6 +48,8 @@ class Exposure:
         copying = min(max(slot.ready.work_started or started, started), ended)
         self.seconds["update"] += copying - started
         self.seconds["h2d"] += ended - copying
+        if self.tracer is not None:
+            self.tracer.add_host("host", "wait for weights", started)
 
     def reuse(self, slot: GradientSlot) -> GradientSlot:
         """Wait until a gradient slot was returned, so that it may be overwritten."""
@@ -52,6 +57,8 @@ class Exposure:
             started = time.perf_counter()
             slot.returned.wait_on_stream()
             self.seconds["d2h"] += time.perf_counter() - started
+            if self.tracer is not None:
+                self.tracer.add_host("host", "wait for a gradient slot", started)
             slot.returned = None
         return slot
 
@@ -107,7 +114,14 @@ class Windows:
             layouts[-1].size, dtype, device, full_size=full[-1]
         )
         self._streams_ends = (0 not in own, len(layouts) - 1 not in own)
-        self._h2d = Lane("h2d", device, timeout_seconds=config.lane_timeout_seconds, jitter=jitter)
+        self._tracer = exposure.tracer
+        self._h2d = Lane(
+            "h2d",
+            device,
+            timeout_seconds=config.lane_timeout_seconds,
+            jitter=jitter,
+            tracer=self._tracer,
+        )
 
     def close(self) -> None:
         """End the lane."""
@@ -125,11 +139,18 @@ class Windows:
         """The step's last reader of embedding and head is in the compute stream."""
         for slot in (self.embed, self.head):
             slot.free = Mark.here(self._device)
+        if self._tracer is not None:
+            self._tracer.pause()
 
     def wait(self, slot: Slot) -> Slot:
         """Wait until the embedding's or the head's slot is filled."""
+        unit = 0 if slot is self.embed else self._num_layers + 1
+        if self._tracer is not None:
+            self._tracer.pause()
         self._exposure.wait(slot)
-        self.expand(0 if slot is self.embed else self._num_layers + 1, slot)
+        if self._tracer is not None:
+            self._tracer.compute(self._state.layouts[unit].name)
+        self.expand(unit, slot)
         return slot
 
     def expand(self, unit: int, slot: Slot) -> None:
@@ -142,8 +163,12 @@ class Windows:
     def wait_for(self, use: Use) -> Slot:
         """Wait until a layer is in its slot."""
         slot = self.layers[use.slot]
+        if self._tracer is not None:
+            self._tracer.pause()
         if use.fetch:
             self._exposure.wait(slot)
+        if self._tracer is not None:
+            self._tracer.compute(f"{use.phase} {self._state.layouts[1 + use.layer].name}")
         if use.fetch or use.layer in self._resident:
             self.expand(1 + use.layer, slot)
         return slot
@@ -159,6 +184,11 @@ class Windows:
             resident=self._resident,
         )
         return Walk(self, plan)
+
+    def after_layers(self) -> None:
+        """A wave's last layer is in the compute stream; what follows is the embedding's."""
+        if self._tracer is not None:
+            self._tracer.compute(f"backward {self._state.layouts[0].name}")
 
     def fetch_for(self, use: Use) -> None:
         """Queue the transfer that a use needs."""
@@ -180,7 +210,9 @@ class Windows:
             state.refresh_low_halves()
             target.copy_(source, non_blocking=True)
 
-        slot.ready = self._h2d.submit(work, [self._updater.updated[unit], slot.free])
+        slot.ready = self._h2d.submit(
+            work, [self._updater.updated[unit], slot.free], label=state.layout.name
+        )
 
 
 class Walk:
@@ -205,6 +237,8 @@ class Walk:
             yield use, self._windows.wait_for(use)
             self._windows.mark_free(use)  # means nothing for a resident layer's own slot
             self._start(index)
+            if use.layer == 0 and use.phase == "backward":
+                self._windows.after_layers()
 
     def _start(self, done: int) -> None:
         for index in self._issue.get(done, ()):
