@@ -28,8 +28,6 @@ from benchmarks.cases.common import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     import torch
 
     from headrace.engine import EngineConfig
@@ -174,7 +172,7 @@ def place(
 ) -> tuple[EngineConfig, int, Choice | None]:
     """The engine's settings and micro-batch rows: the search's shortest predicted step.
 
-    The search places units and recomputation; micro-batch sizes and waves are tried around it.
+    The search places units, recomputation and waves; micro-batch sizes are tried around it.
     Without a GPU (``room`` is None) nothing is placed.
 
     Raises:
@@ -193,15 +191,11 @@ def place(
         return config, sizes[0], None
     fitting: list[tuple[Choice, int]] = []
     refusal: CapacityError | None = None
-    for size, wave in _cuts(sizes, num_sequences, config.micro_batches_per_wave):
+    for size in sizes:
         workload = Workload(
             tokens=size * sequence, micro_batches=num_sequences // size, sequence_length=sequence
         )
-        chunk = replace(
-            config,
-            loss_chunk_tokens=min(config.loss_chunk_tokens, size * sequence),
-            micro_batches_per_wave=wave,
-        )
+        chunk = replace(config, loss_chunk_tokens=min(config.loss_chunk_tokens, size * sequence))
         try:
             choice = choose(
                 spec, chunk, "bfloat16", workload, device_bytes=room,
@@ -225,16 +219,3 @@ def place(
 
 def _num_waves(config: EngineConfig, count: int) -> int:
     return -(-count // (config.micro_batches_per_wave or count))
-
-
-def _cuts(
-    sizes: Sequence[int], num_sequences: int, wave: int | None
-) -> Iterator[tuple[int, int | None]]:
-    """Rows of a micro-batch with micro-batches of a wave (None for all), equal waves only."""
-    for size in sizes:
-        count = num_sequences // size
-        if wave is not None:
-            yield size, wave
-            continue
-        yield size, None
-        yield from ((size, part) for part in (1, 2, 4) if part < count and count % part == 0)
