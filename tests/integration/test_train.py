@@ -17,7 +17,7 @@ from headrace.trainer.prepare import loop_settings
 VARIANTS = [("qwen3", True), ("qwen3", False), ("llama", True), ("llama", False)]
 TIMINGS = {
     "tokens_per_second", "supervised_tokens_per_second", "step_seconds", "exposed_seconds",
-    "eval_seconds",
+    "eval_seconds", "model_tflops", "mfu",
 }  # fmt: skip
 
 
@@ -423,7 +423,7 @@ def test_a_checkpoint_of_another_model_is_refused_before_tokenising(
     def forbidden(*_args, **_kwargs):
         raise AssertionError("tokenised first")
 
-    monkeypatch.setattr("headrace.trainer.prepare.tokenise", forbidden)
+    monkeypatch.setattr("headrace.trainer.datasets.tokenise", forbidden)
     with pytest.raises(CheckpointError, match=r"another model|the model's is"):
         run_config(resume_from_checkpoint="auto", model_config=tiny_model(**change))
 

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from headrace.data.sources import DatasetSource
 
 _ROLES = {
-    "assistant": ("assistant", "gpt", "model", "chatgpt", "bot", "function_call"),
+    "assistant": ("assistant", "gpt", "model", "chatgpt", "bot"),
+    "function_call": ("function_call",),  # ShareGPT's: an assistant's turn that calls tools
     "user": ("user", "human"),
     "system": ("system", "developer"),
     "tool": ("tool", "observation", "function", "ipython", "function_response"),
@@ -176,8 +177,9 @@ class ConversationReader:
                 message[target] = turn[given]
         content = turn.get(content_key)
         message = {"role": self.roles[role], "content": content or "", **message}
-        if role == "function_call":
-            message |= {"content": "", "tool_calls": _function_calls(place, content)}
+        if message["role"] == "function_call":
+            calls = _function_calls(place, content)
+            message |= {"role": "assistant", "content": "", "tool_calls": calls}
         elif content is None and "tool_calls" not in message:
             raise bad_row(place, f"{column!r} has a message without {content_key!r}", _WRITE)
         elif isinstance(content, str):

@@ -19,6 +19,7 @@ import torch
 from headrace.batch import IGNORE_INDEX, MicroBatch
 from headrace.data.packing import RowPlan, RowSettings, cached_plan
 from headrace.data.sampler import LoaderState, RowOrder
+from headrace.data.subsets import plan_subset, subset_key
 from headrace.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class RowSet:
         plan: its rows.
         settings: how the rows were made.
         weight: share of the mixture, or ``None``.
+        subset: names the choice of documents; ``None`` for all.
     """
 
     label: str
@@ -48,24 +50,51 @@ class RowSet:
     plan: RowPlan
     settings: RowSettings
     weight: float | None = None
+    subset: str | None = None
 
     @classmethod
     def open(
-        cls, store: TokenStore, settings: RowSettings, *, label: str, weight: float | None = None
+        cls,
+        store: TokenStore,
+        settings: RowSettings,
+        *,
+        label: str,
+        weight: float | None = None,
+        documents: Ints | None = None,
     ) -> RowSet:
         """Plan the rows of a store, or reuse the plan kept beside it.
+
+        Args:
+            store: the tokens.
+            settings: length and packing.
+            label: what reports call it.
+            weight: share of the mixture, or ``None``.
+            documents: int64, which documents, in order; all by default.
 
         Raises:
             DataError: when no row is left.
         """
-        plan = cached_plan(store.folder, store.offsets, settings)
+        subset = subset_key(documents)
+        if documents is None:
+            plan = cached_plan(store.folder, store.offsets, settings)
+        else:
+            chosen = documents
+            plan = cached_plan(
+                store.folder,
+                store.offsets,
+                settings,
+                make=lambda: plan_subset(store.offsets, settings, chosen),
+                key=subset,
+            )
         if plan.num_rows == 0:
             raise DataError(
                 f"dataset {label!r} has no document to learn from: {store.num_documents} documents,"
                 f" max_length {settings.max_length}, excess_length {settings.excess_length}",
                 remedy="give it documents of at least two tokens, or set excess_length: split",
             )
-        return cls(label=label, store=store, plan=plan, settings=settings, weight=weight)
+        return cls(
+            label=label, store=store, plan=plan, settings=settings, weight=weight, subset=subset
+        )
 
     def supervise(self, piece: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         """Inputs of a piece and the token each of its positions must predict, int32 ``(T,)``."""
@@ -127,16 +156,21 @@ class StepBatch:
     Attributes:
         micro_batches: in the order in which the engine must see them.
         row_ids: ``(dataset, row)`` of every row of the *global* batch, in order.
-        num_tokens: of this rank, padding not counted.
+        lengths: int64, tokens of each piece of a document in this rank's rows.
         num_supervised_tokens: of this rank.
         state: the loader after this step.
     """
 
     micro_batches: list[MicroBatch]
     row_ids: list[tuple[int, int]]
-    num_tokens: int
+    lengths: Ints
     num_supervised_tokens: int
     state: LoaderState
+
+    @property
+    def num_tokens(self) -> int:
+        """Of this rank, padding not counted."""
+        return int(self.lengths.sum())
 
 
 class TrainLoader:
@@ -212,7 +246,7 @@ class TrainLoader:
         return StepBatch(
             micro_batches=micro_batches,
             row_ids=ids,
-            num_tokens=sum(count for _, count in built),
+            lengths=np.concatenate([lengths for _, lengths in built] or [np.empty(0, np.int64)]),
             num_supervised_tokens=sum(batch.num_supervised_tokens for batch in micro_batches),
             state=self.state,
         )
@@ -233,8 +267,10 @@ def evaluation_batches(
         yield collate([(rows, row) for row in range(first, last)], settings)[0]
 
 
-def collate(rows: Sequence[tuple[RowSet, int]], settings: LoaderSettings) -> tuple[MicroBatch, int]:
-    """A micro-batch and its number of tokens, padding not counted.
+def collate(
+    rows: Sequence[tuple[RowSet, int]], settings: LoaderSettings
+) -> tuple[MicroBatch, Ints]:
+    """A micro-batch and the number of tokens of each piece of a document in it.
 
     Packed rows are ``max_length`` long and carry ``cu_seqlens``; unpacked rows are one document
     each, padded on the right to the longest of them.
@@ -251,7 +287,7 @@ def collate(rows: Sequence[tuple[RowSet, int]], settings: LoaderSettings) -> tup
     targets_BT = np.full((B, T), IGNORE_INDEX, np.int64)
     positions_BT = np.zeros((B, T), np.int64)
     bounds = [0]
-    num_tokens = 0
+    lengths: list[int] = []
     for b, (row_set, row) in enumerate(rows):
         at = 0
         for piece in range(row_set.plan.row_offsets[row], row_set.plan.row_offsets[row + 1]):
@@ -261,8 +297,8 @@ def collate(rows: Sequence[tuple[RowSet, int]], settings: LoaderSettings) -> tup
             targets_BT[b, span] = targets
             positions_BT[b, span] = np.arange(len(ids))
             at = span.stop
+            lengths.append(len(ids))
             bounds.append(b * T + at)
-        num_tokens += at
         if at < T and packed:
             positions_BT[b, at:] = np.arange(T - at)
             bounds.append((b + 1) * T)
@@ -275,4 +311,4 @@ def collate(rows: Sequence[tuple[RowSet, int]], settings: LoaderSettings) -> tup
         targets_BT=torch.from_numpy(targets_BT),
         position_ids_BT=torch.from_numpy(positions_BT),
         cu_seqlens=torch.tensor(bounds, dtype=torch.int32) if packed else None,
-    ), num_tokens
+    ), np.array(lengths, np.int64)

@@ -24,6 +24,8 @@ import numpy as np
 from headrace.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy.typing as npt
 
     Ints = npt.NDArray[np.int64]
@@ -217,7 +219,14 @@ def _wrapped(offsets: Ints, max_length: int) -> RowPlan:
     )
 
 
-def cached_plan(folder: Path, offsets: Ints, settings: RowSettings) -> RowPlan:
+def cached_plan(
+    folder: Path,
+    offsets: Ints,
+    settings: RowSettings,
+    *,
+    make: Callable[[], RowPlan] | None = None,
+    key: str | None = None,
+) -> RowPlan:
     """:func:`plan_rows`, kept beside the token store.
 
     Packing ten million documents takes longer than a restart should.
@@ -226,12 +235,14 @@ def cached_plan(folder: Path, offsets: Ints, settings: RowSettings) -> RowPlan:
         folder: the token store's folder.
         offsets: its document offsets.
         settings: length and packing; part of the kept plan's name.
+        make: makes the plan in place of :func:`plan_rows`.
+        key: what ``make`` depends on besides.
     """
-    recipe = json.dumps([_FORMAT, asdict(settings)], sort_keys=True)
+    recipe = json.dumps([_FORMAT, asdict(settings), *([key] if key else [])], sort_keys=True)
     place = folder / f"rows-{hashlib.sha256(recipe.encode()).hexdigest()[:16]}"
     names = ("row_offsets", "starts", "lengths", "has_next")
     if not (place / "counts.json").is_file():
-        plan = plan_rows(offsets, settings)
+        plan = plan_rows(offsets, settings) if make is None else make()
         temporary = Path(tempfile.mkdtemp(prefix=".rows-", dir=folder))
         for name in names:
             np.save(temporary / f"{name}.npy", getattr(plan, name), allow_pickle=False)

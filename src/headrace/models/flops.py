@@ -1,29 +1,83 @@
 """Model FLOPs: what a training step must compute, whatever recomputes or overlaps.
 
-Convention: 6 FLOPs a matmul parameter and token (forward 2, backward 4), the head counted once and
-the embedding look-up not, plus causal attention: 6 * layers * sequence * heads * head size a token
-(half of the full square, forward and backward). Recompute is not counted.
+Convention: 6 FLOPs a matmul parameter and token (forward 2, backward 4; a frozen one 4, for it has
+no gradient of its own), the head counted once and the embedding look-up not, experts by the share
+that a token uses, plus causal attention: 6 * heads * head size * length**2 a layer and document
+(half of the full square, forward and backward), within the window of a sliding layer. Recompute is
+not counted, nor the recurrent state of linear attention.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import re
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from headrace.models.spec import ModelSpec
+    from headrace.store.layout import ParamSpec
+
+_EXPERT = re.compile(r"\.experts\.")
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def matmul_parameters(spec: ModelSpec) -> int:
-    """Parameters that multiply every token: matrices of the layers, and the head."""
-    layers = sum(
-        param.numel for unit in spec.units[1:-1] for param in unit.params if len(param.shape) >= 2
-    )
-    return layers + spec.vocab_size * spec.hidden_size
+    """Parameters that multiply a token: matrices of the layers it uses, and the head."""
+    return round(sum(_used(spec, param) for param in _matrices(spec))) + _head(spec)
 
 
 def flops_per_token(spec: ModelSpec, sequence_length: int) -> float:
     """Model FLOPs a token of a training step, for documents of ``sequence_length`` tokens."""
+    return step_flops(spec, np.array([sequence_length])) / sequence_length
+
+
+def step_flops(spec: ModelSpec, lengths: npt.NDArray[np.integer[Any]]) -> float:
+    """Model FLOPs of a training step.
+
+    Args:
+        spec: the model.
+        lengths: tokens of each document (or piece of one) that attends within itself.
+    """
+    matrices = sum((6 if p.trainable else 4) * _used(spec, p) for p in _matrices(spec))
+    tokens = float(lengths.sum())
+    return tokens * (matrices + 6.0 * _head(spec)) + _attention_flops(spec, lengths)
+
+
+def _matrices(spec: ModelSpec) -> list[ParamSpec]:
+    return [param for unit in spec.units[1:-1] for param in unit.params if len(param.shape) >= 2]
+
+
+def _head(spec: ModelSpec) -> int:
+    return spec.vocab_size * spec.hidden_size
+
+
+def _used(spec: ModelSpec, param: ParamSpec) -> float:
+    if not _EXPERT.search(param.name):
+        return param.numel
+    found = [getattr(spec.config, name, None) for name in _NUM_EXPERTS]
+    num_experts = next((count for count in found if count), None)
+    chosen = getattr(spec.config, "num_experts_per_tok", None)
+    return param.numel * chosen / num_experts if num_experts and chosen else param.numel
+
+
+def _attention_flops(spec: ModelSpec, lengths: npt.NDArray[np.integer[Any]]) -> float:
     config = spec.config
     head_size = getattr(config, "head_dim", None) or spec.hidden_size // config.num_attention_heads
-    attention = 6 * spec.num_layers * sequence_length * config.num_attention_heads * head_size
-    return 6.0 * matmul_parameters(spec) + float(attention)
+    window = getattr(config, "sliding_window", None)
+    if getattr(config, "use_sliding_window", True) is False:
+        window = None
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        kinds = ["sliding_attention" if window else "full_attention"] * spec.num_layers
+    full = lengths.astype(np.float64)
+    seen = full if not window else np.minimum(full, window)
+    squares = {
+        "full_attention": float((full**2).sum()),
+        # A band of the window's width: twice its area, for the convention halves the square.
+        "sliding_attention": float((2 * full * seen - seen**2).sum()),
+    }
+    area = sum(squares.get(kind, 0.0) for kind in kinds)
+    return 6.0 * float(config.num_attention_heads * head_size) * area

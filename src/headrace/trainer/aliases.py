@@ -1,8 +1,9 @@
 """Configurations written for other trainers, translated key by key.
 
-Owns the table of names. The invariant: nothing is translated in silence (every change is a
-note that gets printed), a key that headrace cannot honour is refused with the reason, and a key
-is dropped only where dropping it cannot change the result. Knows no YAML and no defaults.
+Owns the order of translation and the names that several trainers share; ``axolotl.py`` and
+``llama_factory.py`` hold what each has alone. The invariant: nothing is translated in silence (each
+change is a note that gets printed), a key that headrace cannot honour is refused with the reason,
+and a key is dropped only where dropping it cannot change the result. Knows no YAML.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import ConfigError
+from headrace.trainer import axolotl, llama_factory
+from headrace.trainer.foreign_datasets import spread, translate_entries
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,6 +32,7 @@ RENAMED = {
     "optimizer": "optim",
     "dataset_prepared_path": "data_cache_dir",
     "test_datasets": "eval_datasets",
+    "dataset_processes": "dataset_num_proc",
     # LLaMA-Factory
     "cutoff_len": "max_length",
     "moe_aux_loss_coef": "router_aux_loss_coef",
@@ -36,6 +40,9 @@ RENAMED = {
     "additional_target": "lora_modules_to_save",
     "adapter_name_or_path": "lora_model_dir",
     "use_rslora": "peft_use_rslora",
+    "preprocessing_num_workers": "dataset_num_proc",
+    "val_size": "val_set_size",
+    "train_on_prompt": "train_on_inputs",
     # transformers, TRL and their older versions
     "max_seq_length": "max_length",
     "block_size": "max_length",
@@ -47,6 +54,7 @@ RENAMED = {
     "tokenized_path": "data_cache_dir",
 }
 
+_TRACKERS = ("wandb_", "mlflow_", "comet_", "swanlab_")
 _ATTENTION = "headrace chooses the attention backend itself"
 _WORKERS = "headrace reads tokens from a memory-mapped cache and needs no loader processes"
 _DISPLAY = "headrace has its own display"
@@ -61,8 +69,6 @@ DROPPED = {
     "dataloader_num_workers": _WORKERS,
     "dataloader_pin_memory": _WORKERS,
     "dataloader_prefetch_factor": _WORKERS,
-    "dataset_processes": _WORKERS,
-    "preprocessing_num_workers": _WORKERS,
     "overwrite_cache": "the token cache is keyed by content and never stale",
     "tf32": "headrace computes in the dtype of the model",
     "strict": "unknown keys are always refused",
@@ -105,8 +111,6 @@ REFUSED = {
     "group_by_length": "grouping by length biases the order; packing wastes less",
     "neftune_noise_alpha": "noise in the embeddings is not supported",
     "label_smoothing_factor": "label smoothing is not supported",
-    "val_set_size": "an evaluation set must not depend on a split made on the fly",
-    "pretraining_dataset": "streamed hub datasets are not supported; datasets are local files",
     "rl": "this version trains on the next token only",
     "push_to_hub": "headrace sends nothing anywhere",
     "hub_model_id": "headrace sends nothing anywhere",
@@ -114,16 +118,20 @@ REFUSED = {
 }
 
 _REMEDY = {
-    "deepspeed": "remove it; engine: holds what is left to choose",
-    "fsdp": "remove it; engine: holds what is left to choose",
-    "fsdp_config": "remove it; engine: holds what is left to choose",
+    "deepspeed": "remove it, or leave the file as it is and add deepspeed= to the command line",
+    "fsdp": "remove it, or leave the file as it is and add fsdp= fsdp_config= to the command line",
+    "fsdp_config": "remove it, or leave the file as it is and add fsdp_config= to the command line",
     "fp16": "dtype: bfloat16",
     "group_by_length": "packing: true",
-    "val_set_size": "put the rows in a file of their own and name it under eval_datasets:",
     "load_best_model_at_end": "remove it",
 }
 
 _ADAMW = ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf")
+# AdamW whose moments are rounded to 8 bits, or paged, to save the memory of a card.
+_SMALL_ADAMW = (
+    "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "paged_adamw",
+    "adamw_torch_8bit",
+)  # fmt: skip
 
 
 def _is_off(value: Any) -> bool:
@@ -196,6 +204,8 @@ CONVERTED: dict[str, Callable[[Any], dict[str, Any]]] = {
 def translate(raw: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Canonical keys, and one note for every change.
 
+    LLaMA-Factory's names of datasets stay: :func:`llama_factory.name_datasets` looks them up.
+
     Args:
         raw: a configuration as its file has it.
 
@@ -205,6 +215,11 @@ def translate(raw: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     result: dict[str, Any] = {}
     origin: dict[str, str] = {}
     notes: list[str] = []
+    convert = _converters(raw)
+    empty_is_absent = axolotl.is_axolotl(raw)
+    dropped = {**DROPPED, **axolotl.DROPPED, **llama_factory.DROPPED}
+    refused = {**REFUSED, **axolotl.REFUSED, **llama_factory.REFUSED}
+    remedies = {**_REMEDY, **axolotl.REMEDY, **llama_factory.REMEDY}
 
     def put(key: str, value: Any, given: str) -> None:
         if key == "engine" and isinstance(result.get(key), dict):
@@ -219,40 +234,136 @@ def translate(raw: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         origin[key] = given
 
     # Canonical keys first, so that a contradiction names the alias as the second one.
-    for key in sorted(raw, key=lambda name: name in RENAMED or name in CONVERTED):
+    for key in sorted(raw, key=lambda name: name in RENAMED or name in convert):
         value = raw[key]
-        if key in RENAMED:
+        if value is None and (key in RENAMED or empty_is_absent):
+            notes.append(f"{key} -> dropped (it is empty)")
+        elif key in RENAMED:
             notes.append(f"{key} -> {RENAMED[key]}")
             put(RENAMED[key], value, key)
-        elif key in CONVERTED:
-            changes = CONVERTED[key](value)
+        elif key in convert:
+            changes = convert[key](value)
+            if changes == {key: value}:
+                put(key, value, key)
+                continue
             said = ", ".join(f"{name}: {new}" for name, new in changes.items()) or "nothing to set"
-            notes.append(f"{key}: {value} -> {said}")
+            notes.append(f"{key}: {_short(value)} -> {said}")
             for name, new in changes.items():
                 put(name, new, key)
-        elif key in REFUSED:
+        elif key in refused:
             if not _is_off(value):
                 raise ConfigError(
-                    f"{key}: {value!r} is refused: {REFUSED[key]}",
-                    remedy=_REMEDY.get(key, "remove it"),
+                    f"{key}: {value!r} is refused: {refused[key]}",
+                    remedy=remedies.get(key, "remove it"),
                 )
             notes.append(f"{key}: {value} -> dropped (it is off)")
-        elif key in DROPPED:
-            notes.append(f"{key}: {value} -> dropped ({DROPPED[key]})")
-        elif key.startswith("wandb_"):
+        elif key in dropped:
+            notes.append(f"{key}: {_short(value)} -> dropped ({dropped[key]})")
+        elif key.startswith(_TRACKERS):
             notes.append(f"{key} -> dropped (set {key.upper()} in the environment)")
         else:
             put(key, value, key)
+    _add_defaults(raw, result, notes)
     if "optim" in result:
         _check_optimizer(result, notes)
+    return result, notes
+
+
+def translate_data(raw: dict[str, Any], result: dict[str, Any], notes: list[str]) -> None:
+    """Translate the datasets of what :func:`translate` made of ``raw``, in place.
+
+    Apart, because names of datasets are looked up in a file.
+
+    Raises:
+        ConfigError: as :func:`translate`.
+    """
+    llama_factory.name_datasets(result, notes.append, pretraining=raw.get("stage") == "pt")
     for name in ("datasets", "eval_datasets"):
         if isinstance(result.get(name), list):
-            result[name] = [_dataset(entry, name, notes) for entry in result[name]]
-    return result, notes
+            result[name] = translate_entries(
+                result[name], name, notes.append, axolotl=axolotl.is_axolotl(raw)
+            )
+    for key in ("train_on_inputs", "chat_template_kwargs"):
+        if key in result:
+            spread(key, result.pop(key), result, notes.append)
+
+
+def override_aliases(raw: dict[str, Any], key: str) -> None:
+    """Make way in ``raw`` for a key of the command line: its value wins over its other names.
+
+    Args:
+        raw: a configuration as its file has it; changed in place.
+        key: may be dotted; then it goes into what another name holds.
+    """
+    top, _, inner = key.partition(".")
+    canonical = RENAMED.get(top, top)
+    names = {alias for alias, target in RENAMED.items() if target == canonical} | {canonical}
+    for other in names - {top}:
+        if other in raw:
+            value = raw.pop(other)
+            if inner and top not in raw:
+                raw[top] = value
+
+
+def _converters(raw: dict[str, Any]) -> dict[str, Callable[[Any], dict[str, Any]]]:
+    """What each key becomes; some of axolotl's and LLaMA-Factory's look at other keys."""
+    found = dict(CONVERTED)
+    owners: list[dict[str, Callable[[Any, dict[str, Any]], dict[str, Any]]]] = []
+    if axolotl.is_axolotl(raw):
+        owners = [axolotl.CONVERTED]
+    elif llama_factory.is_llama_factory(raw):
+        owners = [llama_factory.CONVERTED]
+    for owner in owners:
+        found |= {key: _bound(change, raw) for key, change in owner.items()}
+    return found
+
+
+def _bound(
+    change: Callable[[Any, dict[str, Any]], dict[str, Any]], raw: dict[str, Any]
+) -> Callable[[Any], dict[str, Any]]:
+    return lambda value: change(value, raw)
+
+
+def _add_defaults(raw: dict[str, Any], result: dict[str, Any], notes: list[str]) -> None:
+    """Defaults of the trainer that a file was written for, where the file is silent."""
+    if axolotl.is_axolotl(raw):
+        owner, given = "axolotl", dict(axolotl.DEFAULTS)
+        if not any(_is_plain_text(entry) for entry in result.get("datasets") or []):
+            given["excess_length"] = "drop"
+        rows = result.get("per_device_train_batch_size", given["per_device_train_batch_size"])
+        given["per_device_eval_batch_size"] = rows
+        axolotl.complete(result, notes)
+    elif llama_factory.is_llama_factory(raw):
+        owner, given = "LLaMA-Factory", llama_factory.defaults(raw)
+    else:
+        return
+    for key, value in given.items():
+        if key == "excess_length" and result.get("packing_strategy") == "wrapped":
+            continue
+        if key == "packing_strategy" and not result.get("packing", given["packing"]):
+            continue
+        if result.get(key) is None:
+            result[key] = value
+            notes.append(f"{key}: {value} ({owner}'s default)")
+
+
+def _is_plain_text(entry: Any) -> bool:
+    return isinstance(entry, dict) and entry.get("type") in ("completion", "pretrain", "text")
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _check_optimizer(result: dict[str, Any], notes: list[str]) -> None:
     name = result["optim"]
+    if name in _SMALL_ADAMW:
+        notes.append(
+            f"optim: {name} -> adamw (float32 moments in host memory, which those of {name} "
+            "approximate or page to)"
+        )
+        name = result["optim"] = "adamw"
     if not isinstance(name, str) or name not in _ADAMW:
         raise ConfigError(
             f"optim: {name!r} is refused: headrace has AdamW with float32 moments",
@@ -261,25 +372,3 @@ def _check_optimizer(result: dict[str, Any], notes: list[str]) -> None:
     if name != "adamw":
         notes.append(f"optim: {name} -> adamw (same update, on the host)")
     result["optim"] = "adamw"
-
-
-_DATASET_RENAMED = {"field": "text_field"}
-_DATASET_TYPES = {"completion": "text", "pretrain": "text"}
-
-
-def _dataset(entry: Any, name: str, notes: list[str]) -> Any:
-    if not isinstance(entry, dict):
-        return entry
-    result = {}
-    for key, value in entry.items():
-        if key in _DATASET_RENAMED:
-            notes.append(f"{name}: {key} -> {_DATASET_RENAMED[key]}")
-            result[_DATASET_RENAMED[key]] = value
-        elif key == "type" and isinstance(value, str) and value in _DATASET_TYPES:
-            notes.append(f"{name}: type: {value} -> {_DATASET_TYPES[value]}")
-            result[key] = _DATASET_TYPES[value]
-        elif key == "ds_type":
-            notes.append(f"{name}: ds_type: {value} -> dropped (the file's name says it)")
-        else:
-            result[key] = value
-    return result

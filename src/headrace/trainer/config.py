@@ -20,7 +20,7 @@ from headrace.data.packing import RowSettings
 from headrace.data.sources import DatasetSource
 from headrace.engine.config import AdamWConfig, EngineConfig, ParamGroup
 from headrace.errors import ConfigError
-from headrace.trainer.aliases import translate
+from headrace.trainer.aliases import override_aliases, translate, translate_data
 from headrace.trainer.config_file import apply_override, read_yaml, refuse_unknown
 from headrace.trainer.model_keys import ModelKeys
 from headrace.trainer.schedule import Schedule, ScheduleSettings, resolve_warmup
@@ -51,6 +51,8 @@ class TrainConfig(ModelKeys):
     """What to train on: a list of {path, type, weight, ...}; the keys are in docs/data.md."""
     eval_datasets: list[DatasetSource] = Field(default_factory=list)
     """What to evaluate on, each reported under its name."""
+    val_set_size: float = Field(default=0.0, ge=0)
+    """Documents of datasets held out to evaluate on: a share of them below 1, else a number."""
     max_length: int = Field(default=1024, ge=2)
     """Tokens a row can hold."""
     packing: bool = True
@@ -131,6 +133,12 @@ class TrainConfig(ModelKeys):
     """auto goes on from the last complete checkpoint of output_dir if there is one; or a path."""
     requeue: bool = False
     """When a signal stops the run, save and exit with 75 so that a scheduler starts it again."""
+    early_stopping_patience: int | None = Field(default=None, ge=1)
+    """Stop after this many evaluations whose loss is not below the lowest before."""
+    loss_watchdog_threshold: float | None = Field(default=None, gt=0)
+    """Stop when the loss of a logged row is above it loss_watchdog_patience times in a row."""
+    loss_watchdog_patience: int = Field(default=1, ge=1)
+    """Rows above loss_watchdog_threshold that stop the run."""
     report_to: list[str] = Field(default_factory=list)
     """Trackers, by transformers' names: tensorboard, wandb, mlflow, trackio, ..."""
     progress: Literal["auto", "live", "lines", "none"] = "auto"
@@ -218,10 +226,19 @@ class TrainConfig(ModelKeys):
             raise ConfigError(
                 f"max_steps is {self.max_steps}", remedy="a positive count, or -1 for epochs"
             )
-        if not self.eval_datasets and (self.eval_steps or self.eval_strategy not in (None, "no")):
+        if not self._can_evaluate and (self.eval_steps or self.eval_strategy not in (None, "no")):
             raise ConfigError(
-                "evaluation is asked for, but there are no eval_datasets",
-                remedy="give eval_datasets, or remove eval_strategy and eval_steps",
+                "evaluation is asked for, but there are no eval_datasets and no val_set_size",
+                remedy="give one of them, or remove eval_strategy and eval_steps",
+            )
+        if self.val_set_size >= 1 and self.val_set_size != int(self.val_set_size):
+            raise ConfigError(
+                f"val_set_size is {self.val_set_size:g}", remedy="a share below 1, or a number"
+            )
+        if self.early_stopping_patience is not None and self.evaluates == "no":
+            raise ConfigError(
+                "early_stopping_patience has no effect without an evaluation",
+                remedy="give eval_datasets or val_set_size, or remove it",
             )
         if self.eval_strategy == "steps" and self.eval_steps is None:
             raise ConfigError("eval_strategy: steps needs eval_steps", remedy="eval_steps: 100")
@@ -240,6 +257,10 @@ class TrainConfig(ModelKeys):
         self.row_settings()  # both refuse what they cannot do
         Schedule(self.schedule_settings(max(1, self.max_steps)))
         return self
+
+    @property
+    def _can_evaluate(self) -> bool:
+        return bool(self.eval_datasets or self.val_set_size)
 
     def _decays(self) -> list[tuple[str, float, float]]:
         """Where a weight decay is set, the scale of the learning rate there, and the decay."""
@@ -296,7 +317,7 @@ class TrainConfig(ModelKeys):
         """When to evaluate, decided."""
         if self.eval_strategy is not None:
             return self.eval_strategy
-        if not self.eval_datasets:
+        if not self._can_evaluate:
             return "no"
         return "steps" if self.eval_steps else "epoch"
 
@@ -337,8 +358,10 @@ def resolve(
             f"the key {strange[0]!r} is no name", remedy="headrace train --schema prints every key"
         )
     for override in overrides:
+        override_aliases(raw, override.partition("=")[0])
         apply_override(raw, override)
     translated, notes = translate(raw)
+    translate_data(raw, translated, notes)
     refuse_unknown(translated, _keys(), "")
     try:
         return TrainConfig.model_validate(translated), notes

@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from headrace.data.loader import evaluation_batches
 from headrace.trainer.metrics import Meter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from headrace.data.loader import LoaderSettings, RowSet, StepBatch, TrainLoader
+    import numpy as np
+    import numpy.typing as npt
+
+    from headrace.data.loader import StepBatch, TrainLoader
     from headrace.engine import Engine, StepResult
     from headrace.trainer.callbacks import Callbacks
     from headrace.trainer.display import Display
+    from headrace.trainer.evaluate import Evaluator
     from headrace.trainer.metrics import MetricsLog
     from headrace.trainer.resume import Progress
     from headrace.trainer.schedule import Schedule
@@ -64,8 +66,9 @@ class TrainingLoop:
         engine: runs a step.
         loader: gives its micro-batches; its state is where the run goes on.
         schedule: gives its learning rate.
-        eval_sets: datasets to evaluate on.
-        eval_settings: their batches.
+        evaluator: evaluates the live weights.
+        flops: model FLOPs of a step, from the lengths of its documents.
+        peaks: FLOP/s that utilisation is a share of, by the name of that share.
         settings: when things happen.
         progress: the beginning, or what a checkpoint held.
         callbacks: told of every event.
@@ -81,8 +84,9 @@ class TrainingLoop:
         engine: Engine,
         loader: TrainLoader,
         schedule: Schedule,
-        eval_sets: Sequence[RowSet],
-        eval_settings: LoaderSettings,
+        evaluator: Evaluator,
+        flops: Callable[[npt.NDArray[np.int64]], float],
+        peaks: Mapping[str, float],
         settings: LoopSettings,
         progress: Progress,
         callbacks: Callbacks,
@@ -94,8 +98,9 @@ class TrainingLoop:
         self._engine = engine
         self._loader = loader
         self._schedule = schedule
-        self._eval_sets = eval_sets
-        self._eval_settings = eval_settings
+        self._evaluator = evaluator
+        self._flops = flops
+        self._peaks = peaks
         self._settings = settings
         self._progress = progress
         self._callbacks = callbacks
@@ -108,7 +113,11 @@ class TrainingLoop:
         self.step = progress.step
         self.meter = Meter(**progress.meter)
         self.last_row: dict[str, Any] = {}
-        self.eval_losses: dict[str, float] = {}
+
+    @property
+    def eval_losses(self) -> dict[str, float]:
+        """Last evaluation loss of each dataset."""
+        return self._evaluator.losses
 
     def run(self) -> None:
         """Train until the last step, a callback's wish or a stop request; save what is there."""
@@ -143,7 +152,12 @@ class TrainingLoop:
         )
         seconds = time.perf_counter() - started
         self.step += 1
-        self.meter.add(result, num_tokens=batch.num_tokens, seconds=seconds)
+        self.meter.add(
+            result,
+            num_tokens=batch.num_tokens,
+            seconds=seconds,
+            flops=self._flops(batch.lengths),
+        )
         self._display.step(self.step, seconds)
         self._sync_state()
         self._ask(batch)
@@ -174,7 +188,7 @@ class TrainingLoop:
         control = self._callbacks.control
         row: dict[str, Any] = {}
         if control.should_log:
-            row |= self.meter.row(result, learning_rate=learning_rate)
+            row |= self.meter.row(result, learning_rate=learning_rate, peaks=self._peaks)
         # A stop leaves the evaluation to the session that goes on: a scheduler's grace period
         # may be shorter.
         self._evaluation_due = control.should_evaluate and bool(self._stop)
@@ -196,6 +210,9 @@ class TrainingLoop:
         for key, over in (("busiest_expert", max), ("num_idle_experts", sum)):
             if key in flat:  # trackers take numbers: the worst layer, and all layers together
                 flat[key] = over(flat[key].values())
+        for name in ("eval_loss_by_month", "eval_perplexity_by_month"):
+            for month, value in flat.pop(name, {}).items():
+                flat[f"{name}/{month}"] = value
         flat["epoch"] = row["epoch"]
         self._callbacks.state.log_history.append({"step": self.step, **flat})
         self._callbacks.fire("on_log", logs=flat)
@@ -208,30 +225,8 @@ class TrainingLoop:
                 self._callbacks.state.best_global_step = self.step
 
     def _evaluate(self) -> dict[str, Any]:
-        """Mean loss over each set's supervised tokens, and over those of all sets."""
         self._evaluation_due = False
-        started = time.perf_counter()
-        size = self._eval_settings.micro_batch_size
-        # As many rows at a time as a step takes, so that evaluation needs no more memory.
-        group = max(1, self._loader.settings.rows_per_step // size)
-        loss_sum, num_tokens = 0.0, 0
-        losses: dict[str, float] = {}
-        for rows in self._eval_sets:
-            set_sum, set_tokens = 0.0, 0
-            batches = evaluation_batches(rows, self._eval_settings)
-            while micro_batches := list(islice(batches, group)):
-                result = self._engine.evaluate(micro_batches)
-                set_sum += result.loss_sum
-                set_tokens += result.num_supervised_tokens
-            losses[rows.label] = set_sum / max(1, set_tokens)
-            loss_sum += set_sum
-            num_tokens += set_tokens
-        self.eval_losses = losses
-        figures: dict[str, Any] = {"eval_loss": loss_sum / max(1, num_tokens)}
-        if len(losses) > 1:
-            figures |= {f"eval_{label}_loss": loss for label, loss in losses.items()}
-        figures["eval_seconds"] = time.perf_counter() - started
-        return figures
+        return self._evaluator.run()
 
     def _save(self) -> None:
         self._log.sync()

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from headrace.engine import StepResult
@@ -36,6 +37,7 @@ class Meter:
         interval_steps: steps of the interval.
         interval_seconds: seconds of the interval.
         exposed_seconds: seconds of the interval that compute waited, by lane.
+        interval_flops: model FLOPs of the interval.
     """
 
     num_tokens: int = 0
@@ -49,9 +51,12 @@ class Meter:
     interval_steps: int = 0
     interval_seconds: float = 0.0
     exposed_seconds: dict[str, float] = field(default_factory=dict)
+    interval_flops: float = 0.0
 
-    def add(self, result: StepResult, *, num_tokens: int, seconds: float) -> None:
-        """Count one step; ``num_tokens`` without padding."""
+    def add(
+        self, result: StepResult, *, num_tokens: int, seconds: float, flops: float = 0.0
+    ) -> None:
+        """Count one step; ``num_tokens`` without padding, ``flops`` as ``models.flops`` counts."""
         supervised = result.num_supervised_tokens
         self.num_tokens += num_tokens
         self.num_supervised_tokens += supervised
@@ -64,14 +69,22 @@ class Meter:
         self.interval_supervised_tokens += supervised
         self.interval_steps += 1
         self.interval_seconds += seconds
+        self.interval_flops += flops
         for lane, waited in result.exposed_seconds.items():
             self.exposed_seconds[lane] = self.exposed_seconds.get(lane, 0.0) + waited
 
-    def row(self, result: StepResult, *, learning_rate: float) -> dict[str, Any]:
+    def row(
+        self, result: StepResult, *, learning_rate: float, peaks: Mapping[str, float] | None = None
+    ) -> dict[str, Any]:
         """The figures of a logged row; the interval begins anew.
 
         The loss is the mean over the interval's supervised tokens; the norm, the learning rate and
         the experts' load are those of the last step.
+
+        Args:
+            result: of the last step.
+            learning_rate: of the last step.
+            peaks: FLOP/s that utilisation is a share of, by the name of that share.
         """
         seconds = max(self.interval_seconds, 1e-9)
         row = {
@@ -82,12 +95,14 @@ class Meter:
             "supervised_tokens_per_second": self.interval_supervised_tokens / seconds,
             "interval_steps": self.interval_steps,
             "step_seconds": self.interval_seconds / max(1, self.interval_steps),
+            "model_tflops": self.interval_flops / seconds / 1e12,
+            **{name: self.interval_flops / seconds / peak for name, peak in (peaks or {}).items()},
             "num_tokens": self.num_tokens,
             "num_supervised_tokens": self.num_supervised_tokens,
             "num_skipped_steps": self.num_skipped_steps,
             "exposed_seconds": dict(self.exposed_seconds),
         } | _routing(result)
-        self.loss_sum = self.interval_seconds = 0.0
+        self.loss_sum = self.interval_seconds = self.interval_flops = 0.0
         self.loss_tokens = self.interval_tokens = self.interval_supervised_tokens = 0
         self.interval_steps = 0
         self.exposed_seconds = {}

@@ -34,6 +34,8 @@ class ModelKeys(BaseModel):
     """Run Python code that ships with the model."""
     eos_token: str | None = None
     """Token that ends a document, for tokenizers that name none."""
+    special_tokens: dict[str, str] = Field(default_factory=dict)
+    """Other special tokens by name, such as {bos_token: <s>}; each must be one of its tokens."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Working weights; the master weights are float32 either way."""
 

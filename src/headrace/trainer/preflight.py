@@ -31,6 +31,11 @@ if TYPE_CHECKING:
     from headrace.trainer.config import TrainConfig
 
 
+_TOKEN_ROLES = (
+    "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
+)  # fmt: skip
+
+
 def choose_device(name: str) -> torch.device:
     """The device that ``device:`` names.
 
@@ -158,13 +163,21 @@ def load_tokenizer(config: TrainConfig) -> Any:
             f"no tokenizer in {folder}: {_first_line(error)}",
             remedy="name one with tokenizer_name_or_path:",
         ) from error
+    given = dict(config.special_tokens)
     if config.eos_token is not None:
-        if config.eos_token not in tokenizer.get_vocab():
+        given["eos_token"] = config.eos_token
+    for role, token in given.items():
+        if token not in tokenizer.get_vocab():
             raise ConfigError(
-                f"eos_token: {config.eos_token!r} is not a token of the tokenizer in {folder}",
+                f"{role}: {token!r} is not a token of the tokenizer in {folder}",
                 remedy="name one of its tokens, such as <|endoftext|> or </s>",
             )
-        tokenizer.eos_token = config.eos_token
+        if role not in _TOKEN_ROLES:
+            raise ConfigError(
+                f"special_tokens: {role} is no role of a token",
+                remedy=f"one of {', '.join(_TOKEN_ROLES)}",
+            )
+        setattr(tokenizer, role, token)
     if config.chat_template is not None:
         tokenizer.chat_template = resolve_template(config.chat_template, tokenizer)
     return tokenizer

@@ -7,13 +7,11 @@ before (but for the lock file), and the state's memory is given back.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from headrace.data.loader import LoaderSettings, RowSet, TrainLoader
+from headrace.data.loader import LoaderSettings, TrainLoader
 from headrace.data.sampler import LoaderState
-from headrace.data.tokens import default_cache_dir, tokenise
 from headrace.selftest.run import require_proof
 from headrace.store.checkpoint import checkpoint_bytes, load_checkpoint
 from headrace.store.identity import check_same_model
@@ -21,6 +19,7 @@ from headrace.store.loading import initialise, load_pretrained
 from headrace.store.state import ModelState
 from headrace.trainer import heap, preflight
 from headrace.trainer.adapters import describe, load_adapters
+from headrace.trainer.datasets import open_data
 from headrace.trainer.loop import LoopSettings
 from headrace.trainer.metrics import Meter
 from headrace.trainer.place import place
@@ -34,6 +33,7 @@ from headrace.trainer.resume import (
     read_progress,
 )
 from headrace.trainer.schedule import Schedule
+from headrace.trainer.utilisation import peaks
 from headrace.units import format_bytes
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from headrace.data.evaluation import EvalSet
     from headrace.engine.config import EngineConfig
     from headrace.models.spec import ModelSpec
     from headrace.trainer.config import TrainConfig
@@ -68,6 +69,7 @@ class Prepared:
         schedule: the learning rate.
         progress: the beginning, or what the checkpoint held.
         checkpoint: what the run goes on from, or ``None``.
+        peaks: FLOP/s that utilisation is a share of, by the name of that share.
     """
 
     config: TrainConfig
@@ -77,12 +79,13 @@ class Prepared:
     spec: ModelSpec
     state: ModelState
     loader: TrainLoader
-    eval_sets: list[RowSet]
+    eval_sets: list[EvalSet]
     eval_settings: LoaderSettings
     settings: LoopSettings
     schedule: Schedule
     progress: Progress
     checkpoint: Path | None
+    peaks: dict[str, float]
 
 
 def prepare(config: TrainConfig, stack: ExitStack, say: Say) -> Prepared:
@@ -98,6 +101,7 @@ def prepare(config: TrainConfig, stack: ExitStack, say: Say) -> Prepared:
     """
     preflight.refuse_several_processes()
     device = preflight.choose_device(config.device)
+    rates = peaks(device)
     preflight.check_files(config)
     tokenizer = preflight.load_tokenizer(config)
     spec = preflight.take_apart(config, preflight.load_model_config(config, tokenizer))
@@ -116,7 +120,7 @@ def prepare(config: TrainConfig, stack: ExitStack, say: Say) -> Prepared:
         heap.map_large_blocks()
     size = checkpoint_bytes(spec, state)
     preflight.check_disk(config, checkpoint_bytes=size, num_saves=1, first_step=first_step)
-    row_sets, eval_sets = _open_data(config, tokenizer, spec, say)
+    row_sets, eval_sets = open_data(config, tokenizer, spec.vocab_size, say)
     pad_token_id = _pad_token_id(tokenizer)
     loader = TrainLoader(
         row_sets,
@@ -153,6 +157,7 @@ def prepare(config: TrainConfig, stack: ExitStack, say: Say) -> Prepared:
         schedule=schedule,
         progress=progress,
         checkpoint=checkpoint,
+        peaks=rates,
     )
 
 
@@ -224,49 +229,6 @@ def _allocate(
         f"and {state.allocated_bytes - state.state_bytes:,} bytes of alignment"
     )
     return state
-
-
-def _open_data(
-    config: TrainConfig, tokenizer: Any, spec: ModelSpec, say: Say
-) -> tuple[list[RowSet], list[RowSet]]:
-    opened = []
-    for source in (*config.datasets, *config.eval_datasets):
-        store = tokenise(
-            source,
-            tokenizer,
-            cache_dir=config.data_cache_dir or default_cache_dir(),
-            progress=_said_at_times(source.label, say),
-            num_workers=config.dataset_num_proc,
-        )
-        store.check_vocabulary(spec.vocab_size, source.label)
-        rows = RowSet.open(store, config.row_settings(), label=source.label, weight=source.weight)
-        lost = rows.plan.num_dropped_tokens
-        say(
-            f"data: {source.label}: {store.num_documents:,} documents, "
-            f"{rows.plan.num_tokens:,} tokens in {rows.plan.num_rows:,} rows"
-            + (f", {lost:,} tokens left out" if lost else "")
-            + (
-                f"; {store.num_unsupervised:,} rows supervise nothing and are left out"
-                if store.num_unsupervised
-                else ""
-            )
-        )
-        opened.append(rows)
-    count = len(config.datasets)
-    return opened[:count], opened[count:]
-
-
-def _said_at_times(label: str, say: Say) -> Callable[[int, int], None]:
-    """Says how far tokenising is, every ten seconds."""
-    last = time.monotonic()
-
-    def progress(num_documents: int, num_tokens: int) -> None:
-        nonlocal last
-        if time.monotonic() - last >= 10:
-            last = time.monotonic()
-            say(f"data: {label}: {num_documents:,} documents, {num_tokens:,} tokens so far")
-
-    return progress
 
 
 def _progress(

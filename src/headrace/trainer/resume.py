@@ -119,7 +119,12 @@ def data_fingerprint(row_sets: Sequence[RowSet], *, shuffle: bool, seed: int) ->
         "seed": seed,
         "shuffle": shuffle,
         "datasets": [
-            {"key": rows.store.key, "rows": asdict(rows.settings), "weight": rows.weight}
+            {
+                "key": rows.store.key,
+                "rows": asdict(rows.settings),
+                "weight": rows.weight,
+                "subset": rows.subset,
+            }
             for rows in row_sets
         ],
     }
@@ -204,11 +209,13 @@ def check_data(progress: Progress, data: dict[str, Any], path: Path) -> None:
     differing = [key for key in ("seed", "shuffle") if saved[key] != now[key]]
     for number, (a, b) in enumerate(zip(saved["datasets"], now["datasets"], strict=False)):
         differing += [
-            {"key": f"contents of datasets.{number}", "rows": "max_length or packing"}.get(
-                name, f"{name} of datasets.{number}"
-            )
+            {
+                "key": f"contents of datasets.{number}",
+                "rows": "max_length or packing",
+                "subset": "val_set_size",
+            }.get(name, f"{name} of datasets.{number}")
             for name in a
-            if a[name] != b[name]
+            if a[name] != b.get(name)
         ]
     if len(saved["datasets"]) != len(now["datasets"]):
         differing.append("number of datasets")

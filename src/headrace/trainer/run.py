@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -17,16 +18,19 @@ from transformers.trainer_callback import TrainerState
 
 from headrace.engine import Engine
 from headrace.errors import HeadraceError
+from headrace.models.flops import step_flops
 from headrace.store.checkpoint import prune_checkpoints, save_checkpoint
 from headrace.trainer.callbacks import Callbacks
 from headrace.trainer.config import TrainConfig, resolve
 from headrace.trainer.display import make_display
+from headrace.trainer.evaluate import Evaluator
 from headrace.trainer.loop import TrainingLoop
 from headrace.trainer.metrics import MetricsLog
 from headrace.trainer.prepare import prepare
 from headrace.trainer.record import RunRecord, hardware, model_hash, peak_rss_bytes, versions
 from headrace.trainer.resume import foreign_checkpoints
 from headrace.trainer.signals import StopRequest
+from headrace.trainer.stopping import stopping_callbacks
 from headrace.units import format_bytes, format_count, format_duration
 
 if TYPE_CHECKING:
@@ -129,7 +133,7 @@ class _Session:
             best_metric=prepared.progress.best_metric,
         )
         self._callbacks = Callbacks(
-            callbacks,
+            [*callbacks, *stopping_callbacks(config)],
             config=config,
             state=trainer_state,
             model=prepared.spec.model,
@@ -175,8 +179,14 @@ class _Session:
                 engine=self._engine,
                 loader=prepared.loader,
                 schedule=prepared.schedule,
-                eval_sets=prepared.eval_sets,
-                eval_settings=prepared.eval_settings,
+                evaluator=Evaluator(
+                    self._engine,
+                    prepared.eval_sets,
+                    prepared.eval_settings,
+                    rows_per_step=prepared.loader.settings.rows_per_step,
+                ),
+                flops=partial(step_flops, prepared.spec),
+                peaks=prepared.peaks,
                 settings=prepared.settings,
                 progress=prepared.progress,
                 callbacks=self._callbacks,
@@ -293,6 +303,7 @@ def _facts(prepared: Prepared) -> dict[str, Any]:
             {
                 "name": rows.label,
                 "key": rows.store.key,
+                "subset": rows.subset,
                 "num_documents": rows.store.num_documents,
                 "num_rows": rows.plan.num_rows,
                 "num_tokens": rows.plan.num_tokens,
@@ -302,4 +313,5 @@ def _facts(prepared: Prepared) -> dict[str, Any]:
         ],
         "versions": versions(),
         "hardware": hardware(prepared.device),
+        "peak_flops_per_second": dict(prepared.peaks),
     }

@@ -177,10 +177,10 @@ def test_a_dataset_without_a_pair_of_tokens_is_refused(make_set):
 
 def test_targets_never_cross_a_document(make_set):
     rows = make_set([3, 4, 6], max_length=8)
-    batch, num_tokens = collate(
+    batch, lengths = collate(
         [(rows, r) for r in range(rows.plan.num_rows)], LoaderSettings(micro_batch_size=2)
     )
-    assert num_tokens == 13
+    assert lengths.tolist() == [3, 4, 6]
     assert batch.input_ids_BT.shape == (2, 8)
     assert batch.input_ids_BT[0].tolist() == [100, 101, 102, 103, 104, 105, 106, 0]
     assert batch.targets_BT[0].tolist() == [101, 102, -100, 104, 105, 106, -100, -100]
@@ -193,9 +193,9 @@ def test_targets_never_cross_a_document(make_set):
 def test_unpacked_rows_are_padded_on_the_right(make_set):
     rows = make_set([3, 9], max_length=12, packing=False)
     settings = LoaderSettings(micro_batch_size=2, pad_to_multiple_of=5, pad_token_id=7)
-    batch, num_tokens = collate([(rows, 0), (rows, 1)], settings)
+    batch, lengths = collate([(rows, 0), (rows, 1)], settings)
     assert batch.cu_seqlens is None
-    assert num_tokens == 12
+    assert lengths.tolist() == [3, 9]
     assert batch.input_ids_BT[0].tolist() == [100, 101, 102] + [7] * 7
     assert batch.targets_BT[0].tolist() == [101, 102] + [-100] * 8
     assert batch.position_ids_BT.tolist() == [list(range(10))] * 2

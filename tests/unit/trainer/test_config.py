@@ -201,6 +201,7 @@ def test_keys_of_other_trainers_are_translated_with_a_note():
             "max_length": 4096,
             "packing": True,
             "per_device_train_batch_size": 2,
+            "per_device_eval_batch_size": 2,
             "gradient_accumulation_steps": 4,
             "num_train_epochs": 1,
             "lr_scheduler_type": "cosine",
@@ -213,14 +214,14 @@ def test_keys_of_other_trainers_are_translated_with_a_note():
     # Everything but the canonical keys was said.
     said = " ".join(notes)
     canonical = {"datasets", "gradient_accumulation_steps", "learning_rate", "output_dir"}
-    canonical |= {"adapter", "lora_r"}
+    canonical.add("val_set_size")
     for key in axolotl:
         assert (key in said) != (key in canonical - {"datasets"}), key
     llama_factory = {
         "model_name_or_path": "m", "stage": "pt", "do_train": True, "finetuning_type": "full",
         "datasets": [{"path": "a"}], "cutoff_len": 2048, "output_dir": "out", "bf16": True,
         "plot_loss": True, "ddp_timeout": 180000000, "overwrite_cache": True,
-        "preprocessing_num_workers": 16, "warmup_ratio": 0.1, "overwrite_output_dir": True,
+        "preprocessing_num_workers": 2, "warmup_ratio": 0.1, "overwrite_output_dir": True,
         "eval_strategy": "no", "deepspeed": "", "resume_from_checkpoint": None,
     }  # fmt: skip
     assert resolve(llama_factory)[0].max_length == 2048
@@ -235,15 +236,30 @@ def test_keys_of_other_trainers_are_translated_with_a_note():
         ("finetuning_type", "freeze", "unfrozen_parameters"),
         ("loraplus_lr_ratio", 16, "one learning rate"),
         ("fp16", True, "overflow"),
-        ("optimizer", "adamw_bnb_8bit", "float32 moments"),
+        ("optimizer", "lion_32bit", "float32 moments"),
         ("rl", "dpo", "next token"),
-        ("val_set_size", 0.05, "evaluation set"),
+        ("fsdp", ["full_shard"], "replaces FSDP"),
+        ("sequence_parallel_degree", 2, "stays on one GPU"),
+        ("plugins", ["axolotl.integrations.spectrum.SpectrumPlugin"], "change its trainer"),
+        ("mix_strategy", "interleave_under", "weighted by tokens"),
+        ("mask_history", True, "train: false in a message"),
+        ("use_galore", True, "headrace has AdamW"),
         ("push_to_hub", True, "sends nothing"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_with_the_reason(key, value, reason):
-    with pytest.raises(ConfigError, match=reason):
-        resolve(BASE | {key: value})
+    foreign = {"plugins": "base_model", "mix_strategy": "cutoff_len"}.get(key)
+    settings = BASE | {key: value}
+    if foreign == "base_model":
+        settings["base_model"] = settings.pop("model_name_or_path")
+    elif foreign:
+        settings["cutoff_len"] = 64
+    with pytest.raises(ConfigError, match=reason) as caught:
+        resolve(settings)
+    assert caught.value.remedy
+    if key in {"deepspeed", "fsdp"}:  # the file may stay as it is
+        assert f"add {key}=" in caught.value.remedy
+        resolve(settings, [f"{key}="])
 
 
 def test_an_alias_that_contradicts_is_refused():

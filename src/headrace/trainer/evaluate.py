@@ -1,0 +1,109 @@
+"""The figures of an evaluation: loss by dataset and by month of the document.
+
+The invariant: every loss is the mean over the supervised tokens it names, whatever the batches,
+and an evaluation needs no more memory than a step. Changes no weight.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Self
+
+from headrace.data.loader import evaluation_batches
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from headrace.data.evaluation import EvalSet
+    from headrace.data.loader import LoaderSettings, RowSet
+    from headrace.engine import Engine
+
+_LARGEST_LOG = 700.0  # exp of more is not a float
+
+
+class Evaluator:
+    """Evaluates the live weights on several datasets.
+
+    Args:
+        engine: holds the weights.
+        sets: the datasets.
+        settings: their batches.
+        rows_per_step: rows of a training step.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        sets: Sequence[EvalSet],
+        settings: LoaderSettings,
+        *,
+        rows_per_step: int,
+    ) -> None:
+        self._engine = engine
+        self._sets = sets
+        self._settings = settings
+        # As many rows at a time as a step takes, so that evaluation needs no more memory.
+        self._group = max(1, rows_per_step // settings.micro_batch_size)
+        self.losses: dict[str, float] = {}
+
+    def run(self) -> dict[str, Any]:
+        """The row's figures: ``eval_loss`` over all sets, each set's own, and by month."""
+        started = time.perf_counter()
+        whole = _Sum()
+        by_month: defaultdict[str, _Sum] = defaultdict(_Sum)
+        self.losses = {}
+        for dataset in self._sets:
+            own = _Sum()
+            for month, rows in dataset.parts:
+                part = self._evaluate(rows)
+                own += part
+                if month is not None:
+                    by_month[month] += part
+            self.losses[dataset.label] = own.mean
+            whole += own
+        figures: dict[str, Any] = {
+            "eval_loss": whole.mean,
+            "eval_perplexity": _perplexity(whole.mean),
+        }
+        if len(self.losses) > 1:
+            figures |= {f"eval_{label}_loss": loss for label, loss in self.losses.items()}
+        if by_month:
+            months = sorted(by_month.items())
+            figures["eval_loss_by_month"] = {month: found.mean for month, found in months}
+            figures["eval_perplexity_by_month"] = {
+                month: _perplexity(found.mean) for month, found in months
+            }
+        figures["eval_seconds"] = time.perf_counter() - started
+        return figures
+
+    def _evaluate(self, rows: RowSet) -> _Sum:
+        found = _Sum()
+        batches = evaluation_batches(rows, self._settings)
+        while micro_batches := list(islice(batches, self._group)):
+            result = self._engine.evaluate(micro_batches)
+            found += _Sum(result.loss_sum, result.num_supervised_tokens)
+        return found
+
+
+class _Sum:
+    """Nats over supervised tokens."""
+
+    def __init__(self, nats: float = 0.0, num_tokens: int = 0) -> None:
+        self.nats = nats
+        self.num_tokens = num_tokens
+
+    def __iadd__(self, other: _Sum) -> Self:
+        self.nats += other.nats
+        self.num_tokens += other.num_tokens
+        return self
+
+    @property
+    def mean(self) -> float:
+        return self.nats / max(1, self.num_tokens)
+
+
+def _perplexity(loss: float) -> float:
+    return math.exp(min(loss, _LARGEST_LOG))
