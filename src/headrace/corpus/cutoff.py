@@ -29,7 +29,7 @@ from headrace.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-RULE_VERSION = 1
+RULE_VERSION = 2
 """Changes whenever the same input could be dated differently."""
 
 
@@ -143,14 +143,14 @@ class Dater:
         instant, name = found
         self._check_range(instant)
         # What the record says besides never decides the cutoff; it can only contradict.
-        collected = self._optional(values, "collected_at")
+        collected = self._optional(values, "collected_at") if "collected_at" in values else None
         if collected is not None and collected.latest_us < instant.earliest_us:
             raise InstantError(
                 "contradictory_times",
                 f"collected {format_instant(collected.latest_us)}, before {name} "
                 f"{format_instant(instant.latest_us)}",
             )
-        published = self._optional(values, "published_at")
+        published = self._optional(values, "published_at") if "published_at" in values else None
         available = instant.latest_us
         if published is not None and not bounded and published.earliest_us > available:
             raise InstantError(
@@ -161,7 +161,7 @@ class Dater:
         available += rule.delay_us
         if self._calendar is not None and available <= self._horizon_us:
             available = self._calendar.roll(available)
-        event = self._optional(values, "event_time")
+        event = self._optional(values, "event_time") if "event_time" in values else None
         precision = "" if instant.precision == "second" else f" ({instant.precision})"
         return Dated(
             available_at=available,

@@ -26,10 +26,18 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _YEAR = re.compile(r"\d{4}")
 _MONTH = re.compile(r"(\d{4})-(\d{2})")
 _DAY = re.compile(r"\d{4}-\d{2}-\d{2}|\d{8}")
-_HOUR = re.compile(r"\d{4}-?\d{2}-?\d{2}[T ]\d{2}(?:Z|[+-]\d{2}(?::?\d{2})?)?")
+_ZONE = r"(?:Z|[+-]\d{2}(?::?\d{2})?)?"
+_HOUR = re.compile(r"\d{4}-?\d{2}-?\d{2}[T ]\d{2}" + _ZONE)
+_MINUTE = re.compile(r"\d{4}-?\d{2}-?\d{2}[T ]\d{2}:?\d{2}" + _ZONE)
+_TO_SECONDS = re.compile(r"\d{4}-\d{2}-\d{2}[T ]\d{2}:\d{2}:\d{2}")
+_WEEK = re.compile(r"\d{4}-?W\d{2}")
+_LONGEST_DAY = len("2017-06-30")
+_CLOCK = re.compile(r"\d{1,2}:\d{2}(:\d{2})?")
 _LEAP = re.compile(r"([T ]\d{2}:\d{2}):60(?:\.\d+)?")
+_MIDNIGHT = re.compile(r"([T ])24:00(?::00(?:\.0+)?)?(?![:.\d])")
 _SLASHED = re.compile(r"\d{1,2}[/.]\d{1,2}[/.]\d{2,4}.*")
 _NUMERIC = re.compile(r"[+-]?\d+(\.\d+)?")
+_SECONDS_OF_NOW = (1e8, 1e10)  # 1973 to 2286; as milliseconds they would all be early 1970
 LATEST_ZONE = timezone(timedelta(hours=-12), "latest")
 
 
@@ -47,7 +55,7 @@ class InstantError(ValueError):
 class Instant:
     """The latest instant a value can mean, in microseconds UTC, and how finely it was given.
 
-    ``precision`` is ``second``, ``hour``, ``day``, ``month`` or ``year``.
+    ``precision`` is ``second``, ``minute``, ``hour``, ``day``, ``month`` or ``year``.
     """
 
     latest_us: int
@@ -61,10 +69,16 @@ class Instant:
 
 _SPAN_US = {
     "second": 0,
+    "minute": 60 * MICROSECONDS,
     "hour": DAY_US // 24,
     "day": 2 * DAY_US,  # zone changes make days of up to 48 hours
     "month": 32 * DAY_US,
     "year": 367 * DAY_US,
+}
+_REST = {
+    "second": timedelta(0),
+    "minute": timedelta(minutes=1, microseconds=-1),
+    "hour": timedelta(hours=1, microseconds=-1),
 }
 
 
@@ -169,6 +183,10 @@ def _parse_number(value: float, form: str) -> Instant:
         raise InstantError(
             "ambiguous_date", f"the bare number {value!r} needs format: unix or unix_ms"
         )
+    if form == "unix_ms" and _SECONDS_OF_NOW[0] <= value <= _SECONDS_OF_NOW[1]:
+        raise InstantError(
+            "ambiguous_date", f"{value!r} is early 1970 in unix_ms, and a likely date in unix"
+        )
     scale = MICROSECONDS if form == "unix" else 1000
     try:
         instant_us = int(value * scale)
@@ -202,6 +220,8 @@ def _parse_text(text: str, zone: tzinfo, form: str) -> Instant:
 
 
 def _parse_auto(text: str, zone: tzinfo) -> Instant:
+    if _TO_SECONDS.match(text):
+        return _parse_iso(text, zone)
     if _YEAR.fullmatch(text):
         _checked_year(int(text), text)
         return Instant(_end_of_month(int(text), 12, zone), "year")
@@ -226,33 +246,48 @@ def _parse_auto(text: str, zone: tzinfo) -> Instant:
 
 
 def _parse_iso(text: str, zone: tzinfo) -> Instant:
-    leap = _LEAP.search(text)
-    if leap:
-        text = text[: leap.start()] + leap[1] + ":59.999999" + text[leap.end() :]
-    moment = datetime.fromisoformat(text.removesuffix(" UTC"))
     if text.endswith(" UTC"):
-        moment = moment.replace(tzinfo=UTC)
+        text, zone = text.removesuffix(" UTC"), UTC
+    if ":60" in text and (leap := _LEAP.search(text)):
+        text = text[: leap.start()] + leap[1] + ":59.999999" + text[leap.end() :]
+    whole_day = timedelta(0)
+    if "24:00" in text and (midnight := _MIDNIGHT.search(text)):
+        text = f"{text[: midnight.start()]}{midnight[1]}00:00:00{text[midnight.end() :]}"
+        whole_day = timedelta(days=1)
+    precision = "second"
+    if not _TO_SECONDS.match(text):
+        if _WEEK.fullmatch(text):
+            raise InstantError("unparseable_date", f"{text!r} is a week: no day of it is named")
+        if len(text) <= _LONGEST_DAY:  # 2017-W26-5, and days that were followed by a zone
+            day = date.fromisoformat(text)
+            _checked_year(day.year, text)
+            return Instant(end_of_day(day, zone), "day")
+        if _HOUR.fullmatch(text):
+            precision = "hour"
+        elif _MINUTE.fullmatch(text):
+            precision = "minute"
+    moment = datetime.fromisoformat(text) + whole_day + _REST[precision]
     _checked_year(moment.year, text)
-    hourly = _HOUR.fullmatch(text) is not None
-    if hourly:
-        moment += timedelta(hours=1, microseconds=-1)
     return Instant(
         to_microseconds(moment) if moment.tzinfo is not None else localise(moment, zone),
-        "hour" if hourly else "second",
+        precision,
     )
 
 
 def _parse_rfc2822(text: str, zone: tzinfo) -> Instant:
-    if ":" not in text:  # a day alone would come back as its first second: too early
+    clock = _CLOCK.search(text)
+    if clock is None:  # a day alone would come back as its first second: too early
         raise InstantError("unparseable_date", f"{text!r} is not an instant")
+    precision = "second" if clock[1] else "minute"
     try:
         moment = email.utils.parsedate_to_datetime(text)
     except (TypeError, IndexError) as error:
         raise InstantError("unparseable_date", f"{text!r} is not an instant") from error
     _checked_year(moment.year, text)
+    moment += _REST[precision]
     # "-0000" says that the zone is unknown and comes back naive.
     return Instant(
-        to_microseconds(moment) if moment.tzinfo is not None else localise(moment, zone), "second"
+        to_microseconds(moment) if moment.tzinfo is not None else localise(moment, zone), precision
     )
 
 
@@ -260,9 +295,15 @@ def _parse_pattern(text: str, zone: tzinfo, pattern: str) -> Instant:
     moment = datetime.strptime(text, pattern)  # noqa: DTZ007 - the rule's zone is applied below
     _checked_year(moment.year, text)
     if any(code in pattern for code in ("%H", "%I", "%c", "%X")):
+        precision = "hour"
+        if any(code in pattern for code in ("%S", "%c", "%X")):
+            precision = "second"
+        elif "%M" in pattern:
+            precision = "minute"
+        moment += _REST[precision]
         return Instant(
             to_microseconds(moment) if moment.tzinfo is not None else localise(moment, zone),
-            "second",
+            precision,
         )
     if any(code in pattern for code in ("%d", "%j", "%x")):
         return Instant(end_of_day(moment.date(), zone), "day")

@@ -96,7 +96,19 @@ def test_any_number_is_an_instant_or_an_instant_error(number: float, form: str) 
         ("2016-12", "UTC", "2016-12-31T23:59:59.999999Z"),
         ("2017", "UTC", "2017-12-31T23:59:59.999999Z"),
         ("2017-06-30T10", "UTC", "2017-06-30T10:59:59.999999Z"),
-        ("2017-06-30 10:00", "America/New_York", "2017-06-30T14:00:00Z"),
+        ("20170630T10+0200", "UTC", "2017-06-30T08:59:59.999999Z"),
+        ("2017-06-30 10:00", "America/New_York", "2017-06-30T14:00:59.999999Z"),
+        ("2017-06-30T10:00+02:00", "latest", "2017-06-30T08:00:59.999999Z"),
+        ("20170630T1000Z", "latest", "2017-06-30T10:00:59.999999Z"),
+        ("20170630T100005Z", "latest", "2017-06-30T10:00:05Z"),
+        ("2017-06-30 UTC", "latest", "2017-06-30T23:59:59.999999Z"),
+        ("2017-W26-5", "UTC", "2017-06-30T23:59:59.999999Z"),
+        ("2017W265", "UTC", "2017-06-30T23:59:59.999999Z"),
+        # ISO 8601 ends a day at 24:00, the next one's midnight.
+        ("2016-12-31T24:00:00Z", "UTC", "2017-01-01T00:00:00Z"),
+        ("2016-12-31 24:00", "UTC", "2017-01-01T00:00:00Z"),
+        ("Sat, 14 Jan 2023 14:54 +0000", "UTC", "2023-01-14T14:54:59.999999Z"),
+        ("14 Jan 23 14:54:50 GMT", "latest", "2023-01-14T14:54:50Z"),
         ("2017-06-30T10:00:00.5+09:00", "UTC", "2017-06-30T01:00:00.500000Z"),
         ("2016-12-31T23:59:60Z", "UTC", "2016-12-31T23:59:59.999999Z"),
         ("2017-06-30 10:00:00 UTC", "Asia/Seoul", "2017-06-30T10:00:00Z"),
@@ -121,6 +133,12 @@ def test_known_instants(text: str, zone: str, expected: str) -> None:
         ("03/04/2016", "ambiguous_date"),
         ("1497916800", "ambiguous_date"),
         ("2017-13", "unparseable_date"),
+        ("2017-W26", "unparseable_date"),
+        ("2017-06-30T24:01:00", "unparseable_date"),
+        ("2017-06-30T25:00:00", "unparseable_date"),
+        ("2017-06-30T10:00:00.", "unparseable_date"),
+        ("17-06-30", "unparseable_date"),
+        ("June 30, 2017", "unparseable_date"),
         ("2017-02-30", "unparseable_date"),
         ("0000-00-00", "unparseable_date"),
         ("yesterday", "unparseable_date"),
@@ -139,8 +157,21 @@ def test_declared_forms() -> None:
     assert instant("1498780800", form="unix") == "2017-06-30T00:00:00Z"
     assert instant("1498780800000", form="unix_ms") == "2017-06-30T00:00:00Z"
     assert instant("30.06.2017", form="%d.%m.%Y") == "2017-06-30T23:59:59.999999Z"
+    assert instant("2017-06-30 16h", form="%Y-%m-%d %Hh") == "2017-06-30T16:59:59.999999Z"
+    assert instant("30/06/17 16:05", form="%d/%m/%y %H:%M") == "2017-06-30T16:05:59.999999Z"
     assert instant("June 2017", form="%B %Y") == "2017-06-30T23:59:59.999999Z"
     assert instant("20170630163015", "America/New_York", "%Y%m%d%H%M%S") == "2017-06-30T20:30:15Z"
+
+
+def test_seconds_declared_as_milliseconds_are_not_dated_to_1970() -> None:
+    for value in ("1498780800", 1498780800, 1498780800.5):
+        with pytest.raises(InstantError) as caught:
+            parse_instant(value, UTC, "unix_ms")
+        assert caught.value.reason == "ambiguous_date"
+    for value in (1498780800000, "1498780800000000"):  # milliseconds, microseconds
+        with pytest.raises(InstantError) as caught:
+            parse_instant(value, UTC, "unix")
+        assert caught.value.reason == "unparseable_date"
 
 
 def test_date_objects_keep_their_precision() -> None:
