@@ -5,6 +5,8 @@ Prepared once a process; the passes keep their zones, calendars, tables and toke
 
 from __future__ import annotations
 
+import gc
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +18,12 @@ from headrace.corpus.tokenizer import single_threaded
 from headrace.corpus.unit_pass import UnitPass
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from headrace.corpus.sources.units import Unit
+
+_COLLECT_AFTER = 100_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +68,18 @@ def prepare(values: dict[str, Any]) -> None:
     _STATE.token_pass = None
 
 
+@contextmanager
+def _seldom_collected() -> Iterator[None]:
+    """Thousands of records live in a batch and none is part of a cycle: look less often."""
+    before = gc.get_threshold()
+    gc.set_threshold(_COLLECT_AFTER, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+@_seldom_collected()
 def run_unit(job: UnitJob) -> None:
     """One pass over one unit."""
     assert _STATE.config is not None
@@ -73,6 +90,7 @@ def run_unit(job: UnitJob) -> None:
     _STATE.unit_passes[name].run(job.unit, job.place)
 
 
+@_seldom_collected()
 def run_tokens(job: TokenJob) -> None:
     """Tokens of one unit."""
     if _STATE.token_pass is None or _STATE.token_pass[0] != job.tokenizer_file:

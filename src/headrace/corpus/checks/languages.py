@@ -117,9 +117,8 @@ class LanguageGuesser:
         if len(list(filter(self._english.__contains__, words))) > _PLAIN_SHARE * len(words) > 0:
             return "en"
         scores: dict[str, int] = {}
-        find = self._by_word.get
-        for word in words:
-            for language in find(word, ()):
+        for word in filter(self._by_word.__contains__, words):
+            for language in self._by_word[word]:
                 scores[language] = scores.get(language, 0) + 1
         if not scores:
             return "und"

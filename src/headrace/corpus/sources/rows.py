@@ -60,18 +60,27 @@ def dump_end(dump: object) -> date | None:
         return None
 
 
+def dating_fields(source: RowSource, context: ReadContext) -> tuple[tuple[str, str], ...]:
+    """What dates a document: names in ``values``, each with the field of the row it is in."""
+    fields = {name: name for name in context.date_fields}
+    fields["event_time"] = source.event_time_field
+    fields["published_at"] = source.published_at_field
+    fields["collected_at"] = source.collected_at_field
+    return tuple(fields.items())
+
+
 def row_document(
     source: RowSource,
     row: Mapping[str, Any],
-    context: ReadContext,
+    fields: tuple[tuple[str, str], ...],
     *,
     position: int,
     byte: int | None,
 ) -> RawDocument | Rejection:
-    """One row as a document."""
+    """One row as a document; ``fields`` are those of :func:`dating_fields`."""
     text, given_id = row.get(source.text_field), row.get(source.id_field)
     doc_id = None
-    if isinstance(given_id, str) and given_id:
+    if given_id.__class__ is str and given_id:
         doc_id = given_id
     elif isinstance(given_id, int) and not isinstance(given_id, bool):
         doc_id = str(given_id)
@@ -93,14 +102,11 @@ def row_document(
             byte=byte,
             doc_id=doc_id,
         )
-    values = {name: row.get(name) for name in context.date_fields}
-    values["event_time"] = row.get(source.event_time_field)
-    values["published_at"] = row.get(source.published_at_field)
-    values["collected_at"] = row.get(source.collected_at_field)
+    values = {name: row[field] for name, field in fields if field in row}
     if isinstance(source, FineWebSource):
         end = dump_end(row.get("dump"))
         values["dump_end"] = end
-        if values["collected_at"] is None:
+        if values.get("collected_at") is None:
             values["collected_at"] = end  # a fetch after its own crawl's end is a wrong clock
     revision = row.get(source.revision_field) if source.revision_field else None
     return RawDocument(
@@ -110,11 +116,13 @@ def row_document(
         doc_id=doc_id,
         values=values,
         revision_key=None if revision is None else str(revision),
-        metadata={
-            name: _plain(row[name]) for name in source.metadata_fields if row.get(name) is not None
-        }
-        or None,
+        metadata=_metadata(source, row) if source.metadata_fields else None,
     )
+
+
+def _metadata(source: RowSource, row: Mapping[str, Any]) -> dict[str, Any] | None:
+    names = source.metadata_fields
+    return {name: _plain(row[name]) for name in names if row.get(name) is not None} or None
 
 
 def _plain(value: object) -> object:
@@ -139,6 +147,7 @@ def read_jsonl(
                 reason="bad_encoding", detail=f"the file is {encoding}; convert it to UTF-8", byte=0
             )
             return
+    fields = dating_fields(source, context)
     utf8_only = source.encodings == ("utf-8",)
     stop = None if part.stop == -1 else part.stop
     for line in read_lines(path, limit=context.max_bytes, start=part.start, stop=stop):
@@ -167,7 +176,7 @@ def read_jsonl(
                 byte=line.offset,
             )
             continue
-        yield row_document(source, row, context, position=position, byte=line.offset)
+        yield row_document(source, row, fields, position=position, byte=line.offset)
     context.num_positions = position
 
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from headrace.corpus.document import RawDocument, Rejection
-from headrace.corpus.sources.rows import row_document, wanted_fields
+from headrace.corpus.sources.rows import dating_fields, row_document, wanted_fields
 from headrace.corpus.sources.units import InputFile, Part, unit_bytes
 
 if TYPE_CHECKING:
@@ -105,6 +105,7 @@ def _rows(
     source: RowSource, batches: Iterator[pa.RecordBatch], context: ReadContext, first: int
 ) -> Iterator[RawDocument | Rejection]:
     position = first
+    fields = dating_fields(source, context)
     try:
         for batch in batches:
             columns = {
@@ -124,7 +125,7 @@ def _rows(
                         position=position,
                     )
                 else:
-                    yield row_document(source, row, context, position=position, byte=None)
+                    yield row_document(source, row, fields, position=position, byte=None)
     except (pa.ArrowException, OSError) as error:
         yield Rejection(
             reason="corrupt_file",
