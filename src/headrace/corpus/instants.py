@@ -279,8 +279,12 @@ def _parse_rfc2822(text: str, zone: tzinfo) -> Instant:
     if clock is None:  # a day alone would come back as its first second: too early
         raise InstantError("unparseable_date", f"{text!r} is not an instant")
     precision = "second" if clock[1] else "minute"
+    leap = timedelta(0)
+    if clock[1] == ":60":
+        text = f"{text[: clock.start(1)]}:59{text[clock.end(1) :]}"
+        leap = timedelta(microseconds=999_999)
     try:
-        moment = email.utils.parsedate_to_datetime(text)
+        moment = email.utils.parsedate_to_datetime(text) + leap
     except (TypeError, IndexError) as error:
         raise InstantError("unparseable_date", f"{text!r} is not an instant") from error
     _checked_year(moment.year, text)

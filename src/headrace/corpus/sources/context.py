@@ -42,5 +42,23 @@ def decode(content: bytes, encodings: tuple[str, ...]) -> str:
             return content.decode(name)
         except UnicodeDecodeError as error:
             first = first or error
+        except UnicodeError as error:  # as codecs for other things than documents raise
+            first = first or UnicodeDecodeError(name, b"", 0, 0, str(error))
     assert first is not None, "at least one encoding is configured"
     raise first
+
+
+def decode_declared(content: bytes, declared: str | None, encodings: tuple[str, ...]) -> str:
+    """Text by the encoding that the record itself names, else by the source's.
+
+    A wrong declaration is common, and some name no encoding at all.
+
+    Raises:
+        UnicodeDecodeError: none fits.
+    """
+    if declared:
+        try:
+            return content.decode(declared)
+        except (LookupError, ValueError):
+            pass
+    return decode(content, encodings)

@@ -1,8 +1,8 @@
 """EDGAR full-text submissions: one file a filing, dated by its acceptance time.
 
-Source of the format: EDGAR public dissemination specification (SGML header, then
-``<DOCUMENT>`` sections). An amendment (form ``10-K/A``) is a filing of its own with its own
-acceptance time; filings of the same filer, form and period share a revision key.
+Source of the format: EDGAR public dissemination specification (SGML header, labelled or
+tagged, then ``<DOCUMENT>`` sections). An amendment (form ``10-K/A``) is a filing of its own
+with its own acceptance time; filings of the same filer, form and period share a revision key.
 """
 
 from __future__ import annotations
@@ -29,9 +29,17 @@ _FIELDS = {
     b"FILED AS OF DATE:": "filed_date",
     b"COMPANY CONFORMED NAME:": "company",
     b"CENTRAL INDEX KEY:": "cik",
+    # The same in the tagged header of the dissemination feed's files.
+    b"<ACCESSION-NUMBER>": "accession",
+    b"<TYPE>": "form",
+    b"<PERIOD>": "period",
+    b"<FILING-DATE>": "filed_date",
+    b"<CONFORMED-NAME>": "company",
+    b"<CIK>": "cik",
 }
 _XBRL_WRAPPER = re.compile(r"</?(?:XBRL|XML|TEXT|PDF)>", re.IGNORECASE)
 _HEADER_LINES = 2000
+_HEADER_ENDS = {b"</SEC-HEADER>", b"</IMS-HEADER>", b"<DOCUMENT>"}
 
 
 class _Header:
@@ -60,7 +68,7 @@ def read_edgar(
     header = _Header()
     lines = read_lines(part.file.path, limit=context.max_bytes)
     for num_lines, line in enumerate(lines):
-        if (line.content or b"").strip() in {b"</SEC-HEADER>", b"</IMS-HEADER>"}:
+        if (line.content or b"").strip() in _HEADER_ENDS:
             break
         header.take(line.content or b"")
         if num_lines > _HEADER_LINES:

@@ -14,7 +14,7 @@ import email.policy
 from typing import TYPE_CHECKING
 
 from headrace.corpus.document import RawDocument, Rejection
-from headrace.corpus.sources.context import ReadContext, decode
+from headrace.corpus.sources.context import ReadContext, decode_declared
 from headrace.corpus.sources.html_text import html_text
 from headrace.corpus.sources.streams import read_lines
 
@@ -121,18 +121,9 @@ def _body(message: email.message.Message, encodings: tuple[str, ...]) -> str:
         if not isinstance(payload, bytes):
             continue
         declared = piece.get_content_charset()
-        text = _decoded(payload, declared, encodings)
+        text = decode_declared(payload, declared, encodings)
         if kind == "text/plain":
             plain.append(text)
         else:
             pages.append(html_text(text))
     return "\n\n".join(text.strip() for text in (plain or pages))
-
-
-def _decoded(payload: bytes, declared: str | None, encodings: tuple[str, ...]) -> str:
-    if declared:
-        try:
-            return payload.decode(declared)
-        except (LookupError, UnicodeDecodeError):
-            pass  # a wrong declaration is common: the source's encodings decide
-    return decode(payload, encodings)

@@ -17,7 +17,7 @@ from headrace.corpus.sources.context import ReadContext, decode
 from headrace.corpus.sources.streams import (
     UTF8_BOM,
     compression_of,
-    foreign_bom,
+    foreign_file,
     read_lines,
 )
 from headrace.corpus.sources.units import InputFile, Part, byte_ranges
@@ -91,6 +91,17 @@ def row_document(
             position=position,
             byte=byte,
         )
+    if isinstance(text, bytes):  # a Parquet column without the note that it is text
+        try:
+            text = decode(text, source.encodings)
+        except UnicodeDecodeError as error:
+            return Rejection(
+                reason="bad_encoding",
+                detail=f"byte {error.start} of {source.text_field}: {error.reason}",
+                position=position,
+                byte=byte,
+                doc_id=doc_id,
+            )
     if not isinstance(text, str):
         missing = text is None
         return Rejection(
@@ -139,14 +150,9 @@ def read_jsonl(
     """JSON lines of a part; blank lines are no records."""
     position = 0
     path = part.file.path
-    if part.start == 0:
-        with path.open("rb") as file:
-            encoding = foreign_bom(file.read(4))
-        if encoding is not None:
-            yield Rejection(
-                reason="bad_encoding", detail=f"the file is {encoding}; convert it to UTF-8", byte=0
-            )
-            return
+    if part.start == 0 and (foreign := foreign_file(path)) is not None:
+        yield Rejection(reason=foreign[0], detail=foreign[1], byte=0)
+        return
     fields = dating_fields(source, context)
     utf8_only = source.encodings == ("utf-8",)
     stop = None if part.stop == -1 else part.stop
@@ -189,6 +195,8 @@ def _unreadable(
         reason, detail = "bad_encoding", f"byte {error.start} of the line: {error.reason}"
     else:
         reason, detail = "bad_json", message
+        if 4 * content.count(0) > len(content):
+            reason, detail = "bad_encoding", "a quarter of the bytes are zero, as in UTF-16"
     return Rejection(reason=reason, detail=detail, position=position, byte=byte)
 
 

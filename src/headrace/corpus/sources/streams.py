@@ -28,7 +28,15 @@ _MAGIC = {
     b"BZh": "bzip2",
     b"\xfd7zXZ\x00": "xz",
 }
+_SKIPPABLE = b"\x2a\x4d\x18"  # after 0x50 to 0x5f: frames of other tools' notes, RFC 8878
 UTF8_BOM = b"\xef\xbb\xbf"
+_OTHER_FILES = {
+    b"PK\x03\x04": "a zip archive; unpack it",
+    b"PAR1": "Parquet; use type: parquet",
+    b"7z\xbc\xaf\x27\x1c": "a 7z archive; unpack it",
+    b"SQLite format 3": "an SQLite database",
+    b"ARROW1": "an Arrow file",
+}
 _OTHER_BOMS = {
     b"\xff\xfe\x00\x00": "UTF-32",
     b"\x00\x00\xfe\xff": "UTF-32",
@@ -48,16 +56,31 @@ class BrokenStreamError(Exception):
         self.offset = offset
 
 
-def compression_of(path: Path) -> str | None:
-    """``gzip``, ``zstd``, ``bzip2``, ``xz`` or ``None``, by the first bytes and not the name."""
-    with path.open("rb") as file:
-        head = file.read(6)
+def _kind_of(head: bytes) -> str | None:
+    if head[1:4] == _SKIPPABLE and head[0] >> 4 == 5:
+        return "zstd"
     return next((name for magic, name in _MAGIC.items() if head.startswith(magic)), None)
 
 
-def foreign_bom(head: bytes) -> str | None:
-    """The encoding that a byte-order mark names when it is not UTF-8."""
-    return next((name for bom, name in _OTHER_BOMS.items() if head.startswith(bom)), None)
+def compression_of(path: Path) -> str | None:
+    """``gzip``, ``zstd``, ``bzip2``, ``xz`` or ``None``, by the first bytes and not the name."""
+    with path.open("rb") as file:
+        return _kind_of(file.read(6))
+
+
+def foreign_file(path: Path) -> tuple[str, str] | None:
+    """Reason and detail where a file is plainly not UTF-8 lines: other encodings, archives."""
+    try:
+        head = next(read_pieces(path), b"")
+    except BrokenStreamError:
+        return None  # reported where it is read
+    for magic, name in _OTHER_FILES.items():
+        if head.startswith(magic):
+            return "corrupt_file", f"the file is {name}"
+    for bom, name in _OTHER_BOMS.items():
+        if head.startswith(bom):
+            return "bad_encoding", f"the file is {name}; convert it to UTF-8"
+    return None
 
 
 def _decompressor(kind: str) -> Any:
@@ -101,8 +124,9 @@ def read_pieces(path: Path, *, start: int = 0, stop: int | None = None) -> Itera
 
 
 def _decompressed(path: Path, kind: str) -> Iterator[bytes]:
-    # zstd's object has no output limit: a small input keeps a bomb's burst small.
-    step = 1 << 14 if kind == "zstd" else _READ_BYTES
+    # zstd's object has no output limit. Four bytes can stand for a block of 128 KiB, so that
+    # a small input keeps a bomb's burst small.
+    step = 1 << 11 if kind == "zstd" else _READ_BYTES
     offset = 0
     broken: tuple[type[Exception], ...] = (zlib.error, OSError, lzma.LZMAError, EOFError)
     if kind == "zstd":
@@ -125,7 +149,7 @@ def _decompressed(path: Path, kind: str) -> Iterator[bytes]:
             rest = (engine.unused_data or b"") + file.read(step)
             if not rest.strip(b"\0"):
                 rest = b""
-            elif not any(rest.startswith(m) for m, name in _MAGIC.items() if name == kind):
+            elif _kind_of(rest) != kind:
                 raise BrokenStreamError("corrupt_file", f"{kind}: bytes after the end", offset)
             pending = rest
             engine = _decompressor(kind)

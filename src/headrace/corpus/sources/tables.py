@@ -23,16 +23,19 @@ if TYPE_CHECKING:
     from headrace.corpus.sources.context import ReadContext
 
 _BATCH_ROWS = 256
+# What the library raises on damage, besides its own: names that are no text, sizes that are none.
+_DAMAGE = (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError, TypeError, KeyError)
+_BATCH_BYTES = 4 << 20  # of columns as the file states their size; a batch is held as objects too
 
 
 def split_parquet(file: InputFile) -> Iterator[tuple[int, int, int]]:
     """Runs of row groups of about a unit's size; a file that cannot be read is one range."""
     try:
         metadata = pq.read_metadata(file.path)
-    except (pa.ArrowException, OSError):
+        sizes = [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
+    except _DAMAGE:
         yield 0, -1, file.num_bytes
         return
-    sizes = [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
     wanted = unit_bytes(sum(sizes))
     if sum(sizes) < 2 * wanted or len(sizes) < 2:
         yield 0, -1, file.num_bytes
@@ -49,25 +52,34 @@ def read_parquet(
     source: RowSource, part: Part, context: ReadContext
 ) -> Iterator[RawDocument | Rejection]:
     """Rows of a Parquet part."""
+    context.num_positions = 0  # rows are numbered through the file
     try:
         file = pq.ParquetFile(part.file.path)
-    except (pa.ArrowException, OSError) as error:
+        names = file.schema_arrow.names
+        groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
+    except _DAMAGE as error:
         yield Rejection(reason="corrupt_file", detail=f"not a whole Parquet file: {error}")
         return
     with file:
-        columns = [
-            name for name in wanted_fields(source, context) if name in file.schema_arrow.names
-        ]
-        missing = _missing_text(source, file.schema_arrow)
+        columns = [name for name in wanted_fields(source, context) if name in names]
+        missing = _missing_text(source, names)
         if missing is not None:
             yield missing
             return
-        stop = file.num_row_groups if part.stop == -1 else part.stop
-        first = sum(file.metadata.row_group(i).num_rows for i in range(part.start))
-        groups = list(range(part.start, stop))
-        batches = file.iter_batches(_BATCH_ROWS, row_groups=groups, columns=columns)
-        yield from _rows(source, batches, context, first)
-    context.num_positions = 0  # rows are already numbered through the file
+        stop = len(groups) if part.stop == -1 else part.stop
+        first = sum(group.num_rows for group in groups[: part.start])
+        for number in range(part.start, stop):
+            num_rows = groups[number].num_rows
+            if num_rows == 0:
+                continue
+            fitting = _BATCH_BYTES * num_rows // max(groups[number].total_byte_size, 1)
+            batches = file.iter_batches(
+                max(1, min(_BATCH_ROWS, fitting)), row_groups=[number], columns=columns
+            )
+            # A damaged count is not believed beyond a row a byte.
+            last = first + min(num_rows, part.file.num_bytes)
+            yield from _rows(source, batches, context, first, last)
+            first += num_rows
 
 
 def read_arrow(
@@ -76,7 +88,7 @@ def read_arrow(
     """Rows of an Arrow stream file as ``datasets.save_to_disk`` writes it."""
     try:
         with pa.memory_map(str(part.file.path)) as mapped, pa.ipc.open_stream(mapped) as stream:
-            missing = _missing_text(source, stream.schema)
+            missing = _missing_text(source, stream.schema.names)
             if missing is not None:
                 yield missing
                 return
@@ -86,51 +98,69 @@ def read_arrow(
                 for batch in stream
                 for start in range(0, batch.num_rows, _BATCH_ROWS)
             )
-            yield from _rows(source, batches, context, 0)
-    except (pa.ArrowException, OSError) as error:
+            yield from _rows(source, batches, context, 0, None)
+    except _DAMAGE as error:
         yield Rejection(reason="corrupt_file", detail=f"not a whole Arrow stream: {error}")
     context.num_positions = 0
 
 
-def _missing_text(source: RowSource, schema: pa.Schema) -> Rejection | None:
-    if source.text_field in schema.names:
+def _missing_text(source: RowSource, names: list[str]) -> Rejection | None:
+    if source.text_field in names:
         return None
     return Rejection(
         reason="bad_record",
-        detail=f"no column {source.text_field!r}; the file has {', '.join(schema.names[:20])}",
+        detail=f"no column {source.text_field!r}; the file has {', '.join(names[:20])}",
     )
 
 
 def _rows(
-    source: RowSource, batches: Iterator[pa.RecordBatch], context: ReadContext, first: int
+    source: RowSource,
+    batches: Iterator[pa.RecordBatch],
+    context: ReadContext,
+    first: int,
+    last: int | None,
 ) -> Iterator[RawDocument | Rejection]:
+    """Rows ``first + 1`` to ``last``; those that cannot be reached are rejected one by one."""
     position = first
     fields = dating_fields(source, context)
-    try:
-        for batch in batches:
-            columns = {
+    read = _columns(batches)
+    while True:
+        try:
+            num_rows, columns = next(read)
+        except StopIteration:
+            return
+        except _DAMAGE as error:
+            for lost in range(position, max(position + 1, last or 0)):
+                yield Rejection(
+                    reason="corrupt_file",
+                    detail=f"unreadable after row {position}: {error}",
+                    position=lost + 1,
+                )
+            return
+        for index in range(num_rows):
+            position += 1
+            row = {name: values[index] for name, values in columns.items()}
+            text = row.get(source.text_field)
+            if isinstance(text, UnicodeDecodeError):
+                yield Rejection(reason="bad_encoding", detail=str(text), position=position)
+            elif isinstance(text, str | bytes) and len(text) > context.max_bytes:
+                yield Rejection(
+                    reason="too_long",
+                    detail=f"{len(text)} characters; max_document_bytes is {context.max_bytes}",
+                    position=position,
+                )
+            else:
+                yield row_document(source, row, fields, position=position, byte=None)
+
+
+def _columns(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[int, dict[str, list[Any]]]]:
+    for batch in batches:
+        yield (
+            batch.num_rows,
+            {
                 name: _values(column)
                 for name, column in zip(batch.schema.names, batch.columns, strict=True)
-            }
-            for index in range(batch.num_rows):
-                position += 1
-                row = {name: values[index] for name, values in columns.items()}
-                text = row.get(source.text_field)
-                if isinstance(text, UnicodeDecodeError):
-                    yield Rejection(reason="bad_encoding", detail=str(text), position=position)
-                elif isinstance(text, str) and len(text) > context.max_bytes:
-                    yield Rejection(
-                        reason="too_long",
-                        detail=f"{len(text)} characters; max_document_bytes is {context.max_bytes}",
-                        position=position,
-                    )
-                else:
-                    yield row_document(source, row, fields, position=position, byte=None)
-    except (pa.ArrowException, OSError) as error:
-        yield Rejection(
-            reason="corrupt_file",
-            detail=f"unreadable after row {position}: {error}",
-            position=position,
+            },
         )
 
 

@@ -10,7 +10,7 @@ import re
 from typing import TYPE_CHECKING
 
 from headrace.corpus.document import RawDocument, Rejection
-from headrace.corpus.sources.context import ReadContext, decode
+from headrace.corpus.sources.context import ReadContext, decode_declared
 from headrace.corpus.sources.html_text import html_text, html_title
 from headrace.corpus.sources.streams import BrokenStreamError, read_pieces
 
@@ -29,18 +29,20 @@ class _Stream:
     def __init__(self, pieces: Iterator[bytes]) -> None:
         self._pieces = pieces
         self._held = b""
+        self._at = 0  # what stands before it in ``_held`` is used
         self.offset = 0
 
     def _fill(self) -> bool:
         piece = next(self._pieces, b"")
-        self._held += piece
+        self._held, self._at = self._held[self._at :] + piece, 0
         return bool(piece)
 
     def line(self) -> bytes | None:
-        while (end := self._held.find(b"\n")) < 0:
-            if len(self._held) > 1 << 20 or not self._fill():
+        while (end := self._held.find(b"\n", self._at)) < 0:
+            if len(self._held) - self._at > 1 << 20 or not self._fill():
                 return None
-        line, self._held = self._held[: end + 1], self._held[end + 1 :]
+        line = self._held[self._at : end + 1]
+        self._at = end + 1
         self.offset += len(line)
         return line.rstrip(b"\r\n")
 
@@ -48,14 +50,19 @@ class _Stream:
         """The next ``size`` bytes (empty when not kept), ``None`` when the stream ends first."""
         kept: list[bytes] = []
         while size:
-            if not self._held and not self._fill():
+            if self._at == len(self._held) and not self._fill():
                 return None
-            piece, self._held = self._held[:size], self._held[size:]
-            size -= len(piece)
-            self.offset += len(piece)
+            here = min(size, len(self._held) - self._at)
             if keep:
-                kept.append(piece)
+                kept.append(self._held[self._at : self._at + here])
+            self._at += here
+            self.offset += here
+            size -= here
         return b"".join(kept)
+
+    def rest(self) -> bytes:
+        """The beginning of what no line feed ends."""
+        return self._held[self._at : self._at + 64].strip()
 
 
 def _headers(stream: _Stream) -> dict[str, str] | None:
@@ -102,6 +109,9 @@ def read_warc(
             if item is not None:
                 yield item
 
+    if stream.rest():
+        raise BrokenStreamError("truncated_file", "bytes after the last WARC record", stream.offset)
+
 
 def _response(
     source: WarcSource, headers: dict[str, str], content: bytes, position: int, byte: int
@@ -113,22 +123,13 @@ def _response(
         return None
     url = headers.get("warc-target-uri", "").strip("<>")
     declared = _CHARSET.search(kind[1]) or _CHARSET.search(body, 0, 4096)
-    encodings = source.encodings
-    if declared is not None:
-        encodings = (declared[1].decode("ascii"), *encodings)
+    charset = None if declared is None else declared[1].decode("ascii")
     try:
-        page = decode(body, encodings)
+        page = decode_declared(body, charset, source.encodings)
     except UnicodeDecodeError as error:
         return Rejection(
             reason="bad_encoding", detail=str(error), position=position, byte=byte, doc_id=url
         )
-    except LookupError:
-        try:
-            page = decode(body, source.encodings)
-        except UnicodeDecodeError as error:
-            return Rejection(
-                reason="bad_encoding", detail=str(error), position=position, byte=byte, doc_id=url
-            )
     return RawDocument(
         text=html_text(page),
         position=position,
