@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import mailbox
+import random
 import re
 from datetime import UTC, date, datetime
 from email.message import EmailMessage
@@ -16,7 +17,7 @@ import pytest
 
 from headrace.corpus.config import config_from, rule_for
 from headrace.corpus.document import RawDocument, Rejection
-from headrace.corpus.sources import read_part, split_file
+from headrace.corpus.sources import read_part, split_file, tables
 from headrace.corpus.sources.context import ReadContext
 from headrace.corpus.sources.folder import date_from_path
 from headrace.corpus.sources.rows import dump_end
@@ -103,8 +104,19 @@ def test_declared_encodings_are_tried_in_order(tmp_path: Path) -> None:
 
 def test_utf16_files_are_named_and_not_guessed(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_bytes('{"text": "x"}\n'.encode("utf-16"))
-    assert [item.reason for item in read(path, "jsonl")] == ["bad_encoding"]
+    for data in ('{"text": "x"}\n'.encode("utf-16"), '{"text": "x"}'.encode("utf-16-le")):
+        for content in (data, gzip.compress(data)):
+            path.write_bytes(content)
+            assert [item.reason for item in read(path, "jsonl")] == ["bad_encoding"]
+
+
+def test_archives_and_other_files_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    for head, word in ((b"PK\x03\x04", "zip"), (b"PAR1", "parquet")):
+        path.write_bytes(head + b"\n\0x\n" * 50)
+        (only,) = read(path, "jsonl")
+        assert only.reason == "corrupt_file"
+        assert word in only.detail.lower()
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\n", gzip.compress(b"")])
@@ -175,6 +187,54 @@ def test_parquet_strings_that_are_not_utf8_are_listed_by_row(tmp_path: Path) -> 
     items = read(path, "parquet")
     assert [item.text for item in documents(items)] == ["good", "also good"]
     assert reasons(items) == [("bad_encoding", 2)]
+
+
+def test_a_damaged_row_group_is_counted_row_by_row_and_the_others_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    rng = random.Random(0)
+    texts = ["".join(rng.choice("abcdefgh ") for _ in range(200)) for _ in range(30)]
+    pq.write_table(pa.table({"text": texts}), path, row_group_size=10, compression="zstd")
+    column = pq.read_metadata(path).row_group(1).column(0)
+    data = bytearray(path.read_bytes())
+    start = column.dictionary_page_offset or column.data_page_offset
+    data[start + 60 : start + 120] = bytes(60)
+    path.write_bytes(data)
+    items = read(path, "parquet")
+    assert reasons(items) == [("corrupt_file", position) for position in range(11, 21)]
+    assert [item.text for item in documents(items)] == texts[:10] + texts[20:]
+
+
+def test_parquet_text_without_its_note_is_decoded(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": [b"caf\xc3\xa9", b"caf\xe9", None]}), path)
+    items = read(path, "parquet")
+    assert [item.text for item in documents(items)] == ["café"]
+    assert reasons(items) == [("bad_encoding", 2), ("empty_text", 3)]
+    assert len(documents(read(path, "parquet", encodings=["utf-8", "cp1252"]))) == 2
+
+
+def test_wide_rows_are_read_a_few_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.parquet"
+    sizes = []
+    whole = tables._columns
+
+    def measured(batches: Any) -> Any:
+        for num_rows, columns in whole(batches):
+            sizes.append(num_rows)
+            yield num_rows, columns
+
+    monkeypatch.setattr(tables, "_columns", measured)
+    pq.write_table(
+        pa.table(
+            {"text": ["".join(random.Random(i).choices("abcd", k=200_000)) for i in range(40)]}
+        ),
+        path,
+        use_dictionary=False,
+    )
+    assert len(documents(read(path, "parquet"))) == 40
+    assert max(sizes) * 200_000 <= 8 << 20
 
 
 def test_saved_datasets_are_read_from_their_arrow_files(tmp_path: Path) -> None:
@@ -289,6 +349,20 @@ def test_edgar_submissions(tmp_path: Path) -> None:
     assert [item.reason for item in read(path, "edgar")] == ["truncated_file"]
     path.write_text("no header\n")
     assert [item.reason for item in read(path, "edgar")] == ["bad_record"]
+
+
+def test_edgar_feed_files_with_tagged_headers(tmp_path: Path) -> None:
+    path = tmp_path / "0000000001-17-000009.nc"
+    path.write_text(
+        "<SUBMISSION>\n<ACCESSION-NUMBER>0000000001-17-000009\n<TYPE>10-Q\n<PERIOD>20170701\n"
+        "<ACCEPTANCE-DATETIME>20170802183622\n<FILER>\n<CONFORMED-NAME>MILL INC\n"
+        "<CIK>0000000001\n</FILER>\n<DOCUMENT>\n<TYPE>10-Q\n<TEXT>\nWheat.\n</TEXT>\n"
+        "</DOCUMENT>\n</SUBMISSION>\n"
+    )
+    (main,) = read(path, "edgar")
+    assert main.text == "Wheat."
+    assert main.values["acceptance_datetime"] == "20170802183622"
+    assert main.revision_key == "0000000001/10-Q/20170701"
 
 
 def test_mailboxes(tmp_path: Path) -> None:

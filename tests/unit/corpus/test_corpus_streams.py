@@ -55,6 +55,27 @@ def test_several_members_are_one_stream(tmp_path: Path, kind: str) -> None:
     assert content(path) == TEXT + b"more\n"
 
 
+def test_frames_that_zstd_skips_hold_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    note = bytes.fromhex("5f2a4d18") + (4).to_bytes(4, "little") + b"note"
+    frame = COMPRESS["zstd"]
+    path.write_bytes(note + frame(TEXT) + note + frame(b"more\n") + note)
+    assert compression_of(path) == "zstd"
+    assert content(path) == TEXT + b"more\n"
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "largest"),
+    [("gzip", 16, 4), ("bzip2", 16, 4), ("xz", 16, 4), ("zstd", 160, 64)],
+)
+def test_a_bomb_comes_in_pieces(tmp_path: Path, kind: str, size: int, largest: int) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(COMPRESS[kind](bytes(size << 20)))
+    sizes = [len(piece) for piece in read_pieces(path)]
+    assert sum(sizes) == size << 20
+    assert max(sizes) <= largest << 20
+
+
 @pytest.mark.parametrize("kind", COMPRESS)
 @pytest.mark.parametrize("cut", [1, 100, 2000])
 def test_a_truncated_stream_is_reported_after_what_was_good(
