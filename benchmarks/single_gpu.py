@@ -18,6 +18,7 @@ import importlib
 import json
 import sys
 import traceback
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.curve import save
 from benchmarks.runner import Case, Record, python_command, read_records, run_cases
 from benchmarks.suites import SUITES, TARGETS
-from benchmarks.table import judge, speed_lines, target_lines
+from benchmarks.table import ceiling_lines, judge, profile_lines, speed_lines, target_lines
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,6 +87,14 @@ def selected(cases: Sequence[Case], patterns: str | None) -> list[Case]:
     return [case for case in cases if any(fnmatch(case.name, pattern) for pattern in wanted)]
 
 
+def beside(case: Case, out: Path) -> Case:
+    """The case with its trace, if it has one, in the folder of the results."""
+    trace = case.arguments.get("trace")
+    if trace is None:
+        return case
+    return replace(case, arguments={**case.arguments, "trace": str(out.parent / trace)})
+
+
 def show(record: Record) -> None:
     result = record["result"]
     brief = {k: v for k, v in result.items() if not isinstance(v, list)}
@@ -109,6 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _offer_to_the_kernel()
         return carry_out(json.loads(given.case))
     cases = selected(SUITES[given.suite], given.cases)
+    cases = [beside(case, given.out) for case in cases]
     if given.list:
         print("\n".join(f"{case.name:<48}{case.seconds:>6.0f} s" for case in cases))
         return 0
@@ -120,7 +130,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         earlier=read_records(given.merge),
         show=show,
     )
-    print("\n".join(["", *speed_lines(records)]))
+    print("\n".join(["", *ceiling_lines(records), "", *speed_lines(records)]))
+    print("\n".join(profile_lines(records)))
     if given.suite == "headline":
         print("\n".join(["", *target_lines(judge(TARGETS, records))]))
     if given.suite == "curve":

@@ -146,6 +146,7 @@ SMOKE = [
     smoke("ceilings", "ceilings", models=["smoke"], tokens=64, size=256, copy_bytes=1 << 20),
     smoke("host-update", "host-update", num_parameters=1_000_000, num_rounds=1),
     smoke("train", "train", **_SMALL),
+    smoke("train", "profile", trace="trace-smoke.json", **_SMALL),
     smoke("rival", "fsdp2", rival="fsdp2", rows=[1, 2], **_SMALL),
     smoke("rival", "fsdp2-bf16-state", rival="fsdp2", rows=[2], precision="bfloat16", **_SMALL),
     smoke("rival", "fsdp2-offload", rival="fsdp2-offload", rows=[2], **_SMALL),
@@ -183,6 +184,12 @@ SUITES: dict[str, list[Case]] = {
     "start": [PARITY, START],
     "loss200": [PARITY, AGREEMENT],
     "curve": CURVE,
+    "profile": [
+        CEILINGS,
+        headrace("8b", 32 * K, name="profile-8b-32k", trace="trace-8b-32k.json"),
+        headrace("4b", 32 * K, name="profile-4b-32k", trace="trace-4b-32k.json"),
+        headrace("8b", 8 * K, name="profile-8b-8k", trace="trace-8b-8k.json"),
+    ],
 }
 
 Reading = Literal["at least", "at most"]
@@ -216,6 +223,10 @@ _SPEED = {"measure": "tflops", "unit": "TFLOP/s"}
 _RATIO = "tokens_per_second"
 
 TARGETS = (
+    Target(row="gradients against plain autograd, fp32", case="parity",
+           measure="float32 eager.gradient", unit="", bound=1e-4, reading="at most"),
+    Target(row="device update bitwise the host's", case="parity",
+           measure="device_update_is_bitwise", unit="", bound=1),
     Target(row="8B, 32k tokens/step", case="8b-32k", bound=620, **_SPEED),
     Target(row="8B, 32k: of the 8192^3 matmul", case="8b-32k", measure="tflops", unit="",
            bound=0.79, over=("ceilings", "matmul_tflops")),
@@ -229,6 +240,8 @@ TARGETS = (
     Target(row="4B, 32k: over ZeRO-Offload", case="4b-32k", measure=_RATIO, unit="x",
            bound=3.0, over=("zero", _RATIO)),
     Target(row="4B in 16 GiB of device memory", case="4b-32k-in-16gib", bound=420, **_SPEED),
+    Target(row="4B in 16 GiB: memory reserved", case="4b-32k-in-16gib",
+           measure="device_reserved_gib", unit="GiB", bound=16, reading="at most"),
     Target(row="14B, 64k tokens/step", case="14b-64k", bound=560, **_SPEED),
     Target(row="host update under DMA: over torch", case="host-update",
            measure="under_dma.ratio_to_torch", unit="x", bound=1.5),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from benchmarks import lanes
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -100,6 +102,48 @@ def target_lines(verdicts: Sequence[Verdict]) -> list[str]:
     return lines
 
 
+CEILINGS = (
+    ("bf16 matmul", "matmul_tflops", "TFLOP/s"),
+    ("layer of 4B", "shapes_tflops.4b.layer", "TFLOP/s"),
+    ("layer of 8B", "shapes_tflops.8b.layer", "TFLOP/s"),
+    ("H2D", "h2d_gbps", "GB/s"),
+    ("D2H", "d2h_gbps", "GB/s"),
+    ("both at once, each way", "duplex_each_way_gbps", "GB/s"),
+    ("device memory, read and written", "device_read_write_gbps", "GB/s"),
+    ("host update", "alone.gparameters_per_second", "Gparam/s"),
+    ("  torch's and casts", "alone.torch_gparameters_per_second", "Gparam/s"),
+    ("host update under DMA", "under_dma.gparameters_per_second", "Gparam/s"),
+    ("  torch's and casts", "under_dma.torch_gparameters_per_second", "Gparam/s"),
+    ("  bytes moved", "under_dma.gigabytes_per_second", "GB/s"),
+    ("  H2D meanwhile", "under_dma.h2d_gbps", "GB/s"),
+    ("  D2H meanwhile", "under_dma.d2h_gbps", "GB/s"),
+)
+
+
+def ceiling_lines(records: Sequence[Record]) -> list[str]:
+    """What the machine can do, by the last record that says so."""
+    lines = []
+    for name, path, unit in CEILINGS:
+        values = [measure(record["result"], path) for record in records]
+        known = [value for value in values if value is not None]
+        if known:
+            lines.append(f"{name:<40}{known[-1]:>10.4g} {unit}")
+    return lines
+
+
+def profile_lines(records: Sequence[Record]) -> list[str]:
+    """Where the time of every traced case went, against the floor at the run's matmul rate."""
+    result = []
+    for record in records:
+        found = record["result"]
+        if "lanes" not in found:
+            continue
+        rate = _ceiling(record, records, "matmul_tflops")
+        floor = None if rate is None else found["floor_flops"] / rate / 1e12
+        result += ["", f"{record['case']}: " + "\n".join(lanes.lines(found["lanes"], floor))]
+    return result
+
+
 def speed_lines(records: Sequence[Record]) -> list[str]:
     """A row a training case: rates, both MFUs, peaks; failures with their reason."""
     head = ("tok/s", "TFLOP/s", "spread", "matmul", "sheet", "device", "host")
@@ -129,9 +173,13 @@ def speed_lines(records: Sequence[Record]) -> list[str]:
 
 
 def _share(record: Record, records: Sequence[Record], name: str) -> str:
-    """MFU: model FLOPs over a ceiling of the same run, else of any."""
+    """MFU: model FLOPs over a ceiling."""
+    rate = _ceiling(record, records, name)
+    return "-" if rate is None else f"{record['result']['tflops'] / rate:.3f}"
+
+
+def _ceiling(record: Record, records: Sequence[Record], name: str) -> float | None:
+    """Of the same run, else of any."""
     ceilings = [r for r in records if r["kind"] == "ceilings" and measure(r["result"], name)]
     same = [r for r in ceilings if r["run"] == record["run"]] or ceilings
-    if not same:
-        return "-"
-    return f"{record['result']['tflops'] / same[0]['result'][name]:.3f}"
+    return measure(same[0]["result"], name) if same else None

@@ -6,11 +6,13 @@ next one is paid for in some step; the last one's tail is reported beside the me
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
 from dataclasses import asdict, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.cases.common import (
@@ -26,6 +28,7 @@ from benchmarks.cases.common import (
     step_tokens,
     synchronize,
 )
+from benchmarks.lanes import summarise
 
 if TYPE_CHECKING:
     import torch
@@ -67,6 +70,7 @@ def train_case(
     device_gib: float | None = None,
     steps: int = 4,
     sequence: int = SEQUENCE,
+    trace: str | None = None,
 ) -> dict[str, Any]:
     """Time ``steps`` steps after the warm-up, clipping at 1.0.
 
@@ -78,8 +82,10 @@ def train_case(
         device_gib: all the device memory the process may take, the driver's context included.
         steps: timed ones.
         sequence: tokens of a sequence.
+        trace: file for a Chrome trace; the result then says where the time went.
     """
     from headrace.engine import Engine
+    from headrace.models.flops import flops_per_token
     from headrace.models.spec import ModelSpec
     from headrace.policy.search import typical_rates
     from headrace.store.state import ModelState
@@ -90,6 +96,8 @@ def train_case(
     rates = None
     if room is not None:
         rates = typical_rates(device, len(os.sched_getaffinity(0)))
+    if trace is not None:
+        options = {**(options or {}), "trace": trace}
     config, rows, choice = place(
         spec, tokens, options or {}, rows, room=room, rates=rates, sequence=sequence
     )
@@ -134,6 +142,9 @@ def train_case(
         times = [after - before for before, after in pairwise(returns)]
         figures = speed(spec, tokens, sequence, times[WARM_UP - 1 :])
         peaks = meter.peaks()
+    if trace is not None:
+        figures["lanes"] = summarise(json.loads(Path(trace).read_text()))
+        figures["floor_flops"] = tokens * flops_per_token(spec, sequence)
     return {
         **described,
         **figures,

@@ -84,6 +84,17 @@ def test_headrace_is_timed_as_they_are(capsys):
     assert len(result["losses"]) == 3
 
 
+def test_a_profile_says_where_the_time_went(tmp_path, capsys):
+    out = tmp_path / "results.json"
+    assert main(["--suite", "smoke", "--cases", "smoke-profile", "--out", str(out)]) == 0
+    (record,) = json.loads(out.read_text())["records"]
+    lanes = record["result"]["lanes"]
+    parts = sum(lanes["compute_seconds"].values()) + lanes["idle_compute_seconds"]
+    assert parts == pytest.approx(lanes["step_seconds"])
+    assert (tmp_path / "trace-smoke.json").exists()
+    assert "compute: forward of layers" in capsys.readouterr().out
+
+
 def test_parity_holds(capsys):
     errors = run_here("parity", capsys)["float32 eager"]
     assert errors["loss"] < 1e-5

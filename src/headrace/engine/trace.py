@@ -87,6 +87,11 @@ class Anchor:
             self._before = None
         return self._seconds
 
+    def shorten(self) -> None:
+        """Let go of what came before, if the device has passed this point: it has after a step."""
+        if self._event is not None and self._event.query():  # type: ignore[no-untyped-call]  # ditto
+            self.resolve()
+
 
 class Tracer:
     """Collects spans from the engine's threads; :meth:`close` writes the file."""
@@ -118,8 +123,7 @@ class Tracer:
     def begin_step(self, number: int) -> None:
         """Everything from here on belongs to the step; the last one has ended on the host."""
         self._end_step()
-        if self._cuda and self._step is not None:
-            self.anchor.resolve()  # passed: the step before ended with its gradient's norm
+        self.anchor.shorten()
         self.anchor = Anchor(self.anchor, cuda=self._cuda)
         self._step = (number, time.perf_counter())
         self._steps.append([])
