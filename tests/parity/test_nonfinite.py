@@ -138,10 +138,10 @@ def test_whole_step_not_finite(limit, monkeypatch):
         steps(engine, [0], max_grad_norm=limit)
         engine.synchronize()
         before = planes(state)
-        original = engine._forward_backward
+        original = engine._waves.forward_backward
         monkeypatch.setattr(
-            engine,
-            "_forward_backward",
+            engine._waves,
+            "forward_backward",
             lambda b, *, scale, **rest: original(b, scale=math.inf, **rest),
         )
         (result,) = steps(engine, [1], max_grad_norm=limit)
@@ -156,11 +156,11 @@ def test_skipping_without_end(limit, monkeypatch):
     spec, state = tiny_state(tiny_config(num_hidden_layers=1))
     batches = make_batches(1, rows=1, length=4)
     with make_engine(spec, state) as engine:
-        original = engine._forward_backward
+        original = engine._waves.forward_backward
         scales = [math.nan] * 19 + [1.0] + [math.nan] * 20
         monkeypatch.setattr(
-            engine,
-            "_forward_backward",
+            engine._waves,
+            "forward_backward",
             lambda b, *, scale, **rest: original(b, scale=scales.pop(0), **rest),
         )
         for number in range(39):

@@ -20,10 +20,12 @@ class EngineConfig:
     """How a step runs; none of these changes its result beyond rounding.
 
     Attributes:
-        activations: what a layer leaves for its backward: ``"keep"`` its graph, or
-            ``"recompute"`` it from the layer's input.
-        recompute_layers: with ``"keep"``, how many layers, from the first, recompute all the same;
-            None lets the trainer choose by what fits (on the CPU none).
+        activations: what a layer leaves for its backward: ``"keep"`` its graph, ``"offload"`` what
+            the graph saved to host memory, or ``"recompute"`` it from the layer's input.
+        recompute_layers: with ``"keep"`` or ``"offload"``, how many layers, from the first,
+            recompute all the same; None lets the trainer choose by what fits (on the CPU none).
+        offload_layers: with ``"keep"``, how many layers, from the first that does not recompute,
+            offload; None lets the trainer choose (on the CPU none).
         device_units: how many units, from the embedding on, have weights, moments and gradient on
             the device instead of in host memory; None lets the trainer choose (on the CPU none).
         micro_batches_per_wave: micro-batches that pass through a layer before the next layer is
@@ -48,8 +50,9 @@ class EngineConfig:
         lane_jitter_seconds: random delay before every transfer and update, for the same check.
     """
 
-    activations: Literal["keep", "recompute"] = "keep"
+    activations: Literal["keep", "offload", "recompute"] = "keep"
     recompute_layers: int | None = None
+    offload_layers: int | None = None
     device_units: int | None = None
     micro_batches_per_wave: int | None = None
     weight_slots: int = 3
@@ -75,6 +78,7 @@ class EngineConfig:
             "loss_chunk_tokens": (self.loss_chunk_tokens, 1),
             "chunk_bytes": (self.chunk_bytes, 4096),
             "recompute_layers": (self.recompute_layers or 0, 0),
+            "offload_layers": (self.offload_layers or 0, 0),
             "device_units": (self.device_units or 0, 0),
         }
         for name, (value, least) in limits.items():
@@ -99,8 +103,19 @@ class EngineConfig:
             )
         if self.clipping not in ("auto", "deferred", "optimistic"):
             raise ConfigError(f"engine.clipping is {self.clipping!r}: auto, deferred or optimistic")
-        if self.activations not in ("keep", "recompute"):
-            raise ConfigError(f"engine.activations is {self.activations!r}: keep or recompute")
+        if self.activations not in ("keep", "offload", "recompute"):
+            raise ConfigError(
+                f"engine.activations is {self.activations!r}: keep, offload or recompute"
+            )
+
+    def activation_ranges(self, num_layers: int) -> tuple[int, int]:
+        """Layers below the first number recompute, those below the second offload, others keep."""
+        if self.activations == "recompute":
+            return num_layers, num_layers
+        recompute = min(self.recompute_layers or 0, num_layers)
+        if self.activations == "offload":
+            return recompute, num_layers
+        return recompute, min(recompute + (self.offload_layers or 0), num_layers)
 
 
 @dataclass(frozen=True, kw_only=True)

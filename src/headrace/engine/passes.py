@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch.utils._pytree import tree_leaves
 
+from headrace.engine.offload import SavedActivations
 from headrace.engine.slots import KeptGraph, Slot
 from headrace.models.anatomy import first_tensor
 from headrace.models.loss import chunk_loss_with, linear_cross_entropy
@@ -71,6 +73,11 @@ class LayerRecord:
     graph: KeptGraph | None = None
     leaves: list[torch.Tensor] | None = None
     routers: tuple[RouterOutput, ...] = ()
+
+    @property
+    def activations(self) -> SavedActivations | None:
+        """What the graph saved, if it is held apart."""
+        return None if self.graph is None else self.graph.activations
 
 
 def trainable_leaves(slot: Slot, layout: UnitLayout) -> list[torch.Tensor]:
@@ -153,10 +160,12 @@ class Passes:
         arguments: LayerArguments,
         *,
         keep: bool,
+        leaves_device: bool = False,
         accumulator: GradientSlot | None = None,
     ) -> tuple[torch.Tensor, LayerRecord]:
         """Run a layer; with ``keep`` its graph stays, without its weights.
 
+        With ``leaves_device`` what the graph saves is held apart, to be sent to the host.
         ``accumulator`` is where backward, if there will be one, sums gradients. A layer that routes
         and is to be recomputed then runs forward as recompute will, with a graph that is dropped,
         so that both choose the same experts.
@@ -175,7 +184,11 @@ class Passes:
                 )
             record.routers = tuple(router.detached() for router in output.routers)
             return output.hidden_BTD.detach(), record
-        record.graph = KeptGraph(slot)
+        activations = None
+        if leaves_device and accumulator is not None:
+            given = [part for part in tree_leaves(arguments) if isinstance(part, torch.Tensor)]
+            activations = SavedActivations([record.input_BTD, accumulator.flat, *given])
+        record.graph = KeptGraph(slot, activations)
         with torch.enable_grad(), record.graph.hooks():
             output = self._templates.run(
                 index, parameters, record.input_BTD, arguments, keep=True, sums=sums
@@ -241,7 +254,7 @@ class Passes:
             [hidden_grad_BTD, *(gradient for _, gradient in balancing)],
             allow_unused=True,
         )
-        record.output_BTD, record.routers = None, ()
+        record.output_BTD, record.graph, record.routers = None, None, ()
         input_grad_BTD = gradients[0]
         assert input_grad_BTD is not None, "the layer's output does not depend on its input"
         num_trainable = sum(p.trainable for p in layout.params)

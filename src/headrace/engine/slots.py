@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from headrace.engine.offload import ActivationReference
 from headrace.store.layout import align
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from headrace.engine.lanes import Mark, Ticket
+    from headrace.engine.offload import SavedActivations
     from headrace.store.layout import UnitLayout
 
 
@@ -114,9 +116,14 @@ class KeptGraph:
 
     Use :meth:`hooks` around the layer's forward in ``slot``; before backward, :meth:`rebind` to
     the slot that then holds the layer.
+
+    Attributes:
+        activations: what holds the rest, so that it can leave the device; None leaves it to
+            autograd.
     """
 
-    def __init__(self, slot: Slot) -> None:
+    def __init__(self, slot: Slot, activations: SavedActivations | None = None) -> None:
+        self.activations = activations
         self._flat, self._full = slot.flat, slot.full
         self._flat_storage = slot.flat.untyped_storage().data_ptr()
         # An empty tensor's storage has no address of its own.
@@ -131,10 +138,10 @@ class KeptGraph:
         self._flat, self._full = slot.flat, slot.full
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch
-    def _pack(self, saved: torch.Tensor) -> torch.Tensor | _WeightReference:
+    def _pack(self, saved: torch.Tensor) -> torch.Tensor | _WeightReference | ActivationReference:
         storage = saved.untyped_storage().data_ptr()
         if storage not in (self._flat_storage, self._full_storage):
-            return saved
+            return saved if self.activations is None else self.activations.put(saved)
         full = storage == self._full_storage
         source = self._full if full else self._flat
         assert saved.dtype == source.dtype, "a weight was saved under another dtype"
@@ -145,6 +152,9 @@ class KeptGraph:
         if isinstance(packed, _WeightReference):
             source = self._full if packed.full else self._flat
             return source.as_strided(packed.size, packed.stride, packed.offset)
+        if isinstance(packed, ActivationReference):
+            assert self.activations is not None
+            return self.activations.get(packed)
         assert isinstance(packed, torch.Tensor)
         return packed
 

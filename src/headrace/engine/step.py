@@ -23,23 +23,20 @@ from headrace.engine.clipping import ClippingPolicy, clip_coefficient
 from headrace.engine.config import AdamWConfig, EngineConfig
 from headrace.engine.host_optimizer import UpdateSettings
 from headrace.engine.lanes import indexed_device, random_delay
-from headrace.engine.passes import DeviceBatch, LayerRecord, Passes
+from headrace.engine.passes import Passes
 from headrace.engine.results import EvalResult, StepResult
 from headrace.engine.routing import StepRouting
-from headrace.engine.schedule import split_waves
 from headrace.engine.trace import Tracer
 from headrace.engine.update import Updater, check_finite_state
+from headrace.engine.waves import Waves
 from headrace.engine.windows import Exposure, Windows
 from headrace.errors import ConfigError, DataError
-from headrace.models.attention import pinned_backend
 from headrace.models.capture import CallCapture
 from headrace.models.templates import Templates
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
-    from headrace.engine.windows import Walk
-    from headrace.models.capture import LayerArguments
     from headrace.models.spec import ModelSpec
     from headrace.store.state import ModelState
 
@@ -117,6 +114,17 @@ class Engine:
             device=self.device,
             exposure=self._exposure,
         )
+        self._waves = Waves(
+            spec,
+            self.config,
+            self._passes,
+            windows=self._windows,
+            accumulators=self._accumulators,
+            updater=self.updater,
+            device=self.device,
+            exposure=self._exposure,
+            jitter=jitter,
+        )
         self._clipping = ClippingPolicy(self.config.clipping, host_computes=not cuda)
         self._skipped_in_a_row = 0
         self.num_skipped_steps = 0
@@ -129,6 +137,7 @@ class Engine:
 
     def close(self) -> None:
         """Finish queued updates and end the lanes; the state stays valid."""
+        self._waves.close()
         self._windows.close()
         self.updater.close()
         if self._tracer is not None:
@@ -173,7 +182,7 @@ class Engine:
             self.spec.auxiliary_loss,
             [batch.num_supervised_tokens / num_supervised for batch in micro_batches],
         )
-        loss_sum = self._forward_backward(
+        loss_sum = self._waves.forward_backward(
             micro_batches, scale=1.0 / num_supervised, early=early, routing=routing
         )
         waiting = time.perf_counter()
@@ -218,7 +227,7 @@ class Engine:
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         """Cross-entropy of ``micro_batches`` without gradients, wave by wave."""
         loss_sum = 0.0
-        for batches, hidden in self._forward_only(micro_batches):
+        for batches, hidden in self._waves.forward_only(micro_batches):
             for batch, hidden_BTD in zip(batches, hidden, strict=True):
                 windows = self._windows
                 loss = self._passes.head_loss(windows.head, windows.embed, hidden_BTD, batch)
@@ -252,7 +261,7 @@ class Engine:
             targets_BT=torch.full_like(input_ids_BT, IGNORE_INDEX),
             position_ids_BT=position_ids_BT,
         )
-        ((_, hidden),) = self._forward_only([batch], num_layers=index)
+        ((_, hidden),) = self._waves.forward_only([batch], num_layers=index)
         result_BTD = hidden[0]
         if index == num_layers:
             result_BTD = self._passes.final_norm(
@@ -260,140 +269,3 @@ class Engine:
             )
         self._windows.release_ends()
         return result_BTD.float().cpu()
-
-    # -- the step's body -------------------------------------------------------------------
-
-    def _forward_only(
-        self, micro_batches: Sequence[MicroBatch], num_layers: int | None = None
-    ) -> Iterator[tuple[list[DeviceBatch], list[torch.Tensor]]]:
-        waves = split_waves(len(micro_batches), self.config.micro_batches_per_wave)
-        layers = self.spec.num_layers if num_layers is None else num_layers
-        with pinned_backend(deterministic=self.config.deterministic):
-            self._windows.fetch_ends()
-            walk = self._windows.walk(layers, len(waves), backward=False)
-            for wave in waves:
-                batches = [DeviceBatch.moved(micro_batches[m], self.device) for m in wave]
-                hidden, arguments = self._embed_all(batches)
-                for use, slot in walk.layers(layers):
-                    for m in range(len(batches)):
-                        hidden[m], _ = self._passes.layer_forward(
-                            use.layer, slot, hidden[m], arguments[m][use.layer], keep=False
-                        )
-                self._windows.wait(self._windows.head)
-                yield batches, hidden
-
-    def _forward_backward(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        *,
-        scale: float,
-        early: UpdateSettings | None,
-        routing: StepRouting,
-    ) -> torch.Tensor:
-        waves = split_waves(len(micro_batches), self.config.micro_batches_per_wave)
-        windows, accumulators = self._windows, self._accumulators
-        accumulators.prepare(num_waves=len(waves))
-        num_layers = self.spec.num_layers
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        with pinned_backend(deterministic=self.config.deterministic):
-            windows.fetch_ends()
-            walk = windows.walk(num_layers, len(waves), backward=True)
-            for number, wave in enumerate(waves):
-                first, last = number == 0, number == len(waves) - 1
-                batches = [DeviceBatch.moved(micro_batches[m], self.device) for m in wave]
-                hidden, arguments = self._embed_all(batches)
-                records = self._forward_layers(walk, hidden, arguments, wave, routing)
-                if first:
-                    for unit in (0, num_layers + 1):
-                        accumulators.begin(unit, self._passes.summed(unit))
-                gradients = self._head(batches, hidden, scale, loss_sum)
-                del hidden
-                if last:
-                    self.updater.return_gradient(num_layers + 1, accumulators.head, early)
-                for use, slot in walk.layers(num_layers):
-                    accumulator = accumulators.layer(use.layer)
-                    if first:
-                        accumulators.begin(1 + use.layer, self._passes.summed(1 + use.layer))
-                    for m, record in enumerate(records.pop()):
-                        gradients[m] = self._passes.layer_backward(
-                            use.layer,
-                            slot,
-                            record,
-                            arguments[m][use.layer],
-                            gradients[m],
-                            accumulator=accumulator,
-                            routing=routing,
-                            micro_batch=wave[m],
-                        )
-                    if last:
-                        self.updater.return_gradient(1 + use.layer, accumulator, early)
-                for m, batch in enumerate(batches):
-                    self._passes.embed_backward(
-                        windows.embed, batch, gradients[m], accumulators.embed
-                    )
-            self.updater.return_gradient(0, accumulators.embed, early)
-            windows.release_ends()
-        return loss_sum
-
-    def _embed_all(
-        self, batches: list[DeviceBatch]
-    ) -> tuple[list[torch.Tensor], list[list[LayerArguments]]]:
-        slot = self._windows.wait(self._windows.embed)
-        pairs = [self._passes.embed(slot, batch) for batch in batches]
-        return [hidden for hidden, _ in pairs], [arguments for _, arguments in pairs]
-
-    def _forward_layers(
-        self,
-        walk: Walk,
-        hidden: list[torch.Tensor],
-        arguments: list[list[LayerArguments]],
-        wave: range,
-        routing: StepRouting,
-    ) -> list[list[LayerRecord]]:
-        keep_from = self.config.recompute_layers or 0
-        if self.config.activations == "recompute":
-            keep_from = self.spec.num_layers
-        records: list[list[LayerRecord]] = []
-        for use, slot in walk.layers(self.spec.num_layers):
-            row = []
-            for m in range(len(hidden)):
-                keep = use.layer >= keep_from
-                hidden[m], record = self._passes.layer_forward(
-                    use.layer,
-                    slot,
-                    hidden[m],
-                    arguments[m][use.layer],
-                    keep=keep,
-                    accumulator=self._accumulators.layer(use.layer),
-                )
-                if record.routers:
-                    routing.seen(use.layer, wave[m], record.routers)
-                if not keep:
-                    record.routers = ()
-                row.append(record)
-            records.append(row)
-        return records
-
-    def _head(
-        self,
-        batches: list[DeviceBatch],
-        hidden: list[torch.Tensor],
-        scale: float,
-        loss_sum: torch.Tensor,
-    ) -> list[torch.Tensor]:
-        windows = self._windows
-        windows.wait(windows.head)
-        gradients = []
-        for m, batch in enumerate(batches):
-            loss, gradient_BTD = self._passes.head_forward_backward(
-                windows.head,
-                windows.embed,
-                hidden[m],
-                batch,
-                scale=scale,
-                head_accumulator=self._accumulators.head,
-                embed_accumulator=self._accumulators.embed,
-            )
-            loss_sum += loss
-            gradients.append(gradient_BTD)
-        return gradients

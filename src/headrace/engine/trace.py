@@ -4,9 +4,10 @@ Owns the spans of the last steps of a run and the file they are written to when 
 Invariant: nothing waits for a trace: on CUDA a span is two events on the stream that did the work,
 and their times are read only after they have passed. Who has no tracer pays one comparison.
 
-Lanes: ``compute`` (layers, embedding, head), ``h2d`` and ``d2h`` (a unit, a chunk), ``update`` (a
-chunk, on the host), ``clip`` (waiting for the norm, queueing what is left to update) and ``host``,
-the thread that launches compute: what it waited for, and how long launching took.
+Lanes: ``compute`` (layers, embedding, head), ``h2d`` and ``d2h`` (a unit, a chunk), ``offload`` and
+``reload`` (what a layer saved), ``update`` (a chunk, on the host), ``clip`` (waiting for the norm,
+queueing what is left to update) and ``host``, the thread that launches compute: what it waited for,
+and how long launching took.
 """
 
 from __future__ import annotations
@@ -26,7 +27,17 @@ if TYPE_CHECKING:
     from headrace.engine.config import EngineConfig
 
 KEPT_STEPS = 5  # of a run, the last ones: the first compile, and a long run's file must open
-LANES = ("step", "compute", "h2d", "d2h", "update", "clip", "host")  # from top to bottom
+LANES = (
+    "step",
+    "compute",
+    "h2d",
+    "d2h",
+    "offload",
+    "reload",
+    "update",
+    "clip",
+    "host",
+)  # from top to bottom
 
 Stamp: TypeAlias = "float | torch.cuda.Event"
 

@@ -6,6 +6,7 @@ a unit is sent only after its update; what compute waited for is accounted to a 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import TYPE_CHECKING
 
@@ -28,14 +29,14 @@ class Exposure:
     """Seconds that compute waited, by lane, since the last reset."""
 
     def __init__(self, tracer: Tracer | None = None) -> None:
-        self.seconds = {"h2d": 0.0, "update": 0.0, "d2h": 0.0}
+        self.seconds = {"h2d": 0.0, "update": 0.0, "d2h": 0.0, "offload": 0.0}
         self.tracer = tracer
 
     def reset(self, step: int) -> None:
         """Begin a step."""
         if self.tracer is not None:
             self.tracer.begin_step(step)
-        self.seconds = {"h2d": 0.0, "update": 0.0, "d2h": 0.0}
+        self.seconds = {"h2d": 0.0, "update": 0.0, "d2h": 0.0, "offload": 0.0}
 
     def wait(self, slot: Slot) -> None:
         """Wait until a weight slot is filled."""
@@ -61,6 +62,15 @@ class Exposure:
                 self.tracer.add_host("host", "wait for a gradient slot", started)
             slot.returned = None
         return slot
+
+    @contextlib.contextmanager
+    def waiting(self, lane: str) -> Iterator[None]:
+        """Account what happens inside to a lane."""
+        started = time.perf_counter()
+        yield
+        self.seconds[lane] += time.perf_counter() - started
+        if self.tracer is not None:
+            self.tracer.add_host("host", f"wait for {lane}", started)
 
 
 class Windows:

@@ -7,9 +7,11 @@ exist together. Pure.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from headrace.engine.offload import IN_FLIGHT
 from headrace.units import format_bytes
 
 if TYPE_CHECKING:
@@ -110,6 +112,7 @@ def step_budget(
     host = {
         "state": sum(_state_bytes(layout, dtype) for layout in streamed),
         "returned gradients": sum(returned * layout.num_trainable for layout in streamed),
+        "offloaded activations": offloaded_bytes(spec, config, workload, compute),
     }
     return Budget(device=device, host=host)
 
@@ -163,12 +166,31 @@ def _activation_bytes(
     spec: ModelSpec, config: EngineConfig, workload: Workload, compute: int
 ) -> int:
     layers = spec.units[1:-1]
-    recomputed = len(layers) if config.activations == "recompute" else config.recompute_layers or 0
+    recompute_below, offload_below = config.activation_ranges(len(layers))
     tokens = workload.tokens * workload.per_wave(config)
-    kept = sum(kept_elements_per_token(spec, layer) for layer in layers[recomputed:])
-    inputs = min(recomputed, len(layers)) * spec.hidden_size
+    kept = sum(_kept(spec)[offload_below:])
+    inputs = offload_below * spec.hidden_size
+    leaving = 0
+    if recompute_below < offload_below:
+        # On its way, and being made: so many micro-batches of a layer, not of a wave.
+        most = max(_kept(spec)[recompute_below:offload_below]) - spec.hidden_size
+        leaving = workload.tokens * (IN_FLIGHT + 1) * most
     # The wave's hidden state and its gradient.
-    return compute * tokens * (kept + inputs + 2 * spec.hidden_size)
+    return compute * (tokens * (kept + inputs + 2 * spec.hidden_size) + leaving)
+
+
+def offloaded_bytes(
+    spec: ModelSpec, config: EngineConfig, workload: Workload, compute: int = _BF16
+) -> int:
+    """What a wave sends to host memory: what layers save, less their input."""
+    leaving = _kept(spec)[slice(*config.activation_ranges(spec.num_layers))]
+    tokens = workload.tokens * workload.per_wave(config)
+    return compute * tokens * sum(kept - spec.hidden_size for kept in leaving)
+
+
+@functools.lru_cache(maxsize=4)  # a search asks for one model thousands of times
+def _kept(spec: ModelSpec) -> tuple[int, ...]:
+    return tuple(kept_elements_per_token(spec, layer) for layer in spec.units[1:-1])
 
 
 def _temporary_bytes(

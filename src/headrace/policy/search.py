@@ -1,4 +1,4 @@
-"""Choose what a run leaves open: units on the device, layers that recompute, waves.
+"""Choose what a run leaves open: units on the device, waves, layers that offload or recompute.
 
 Tries every placement that fits the budgets and takes the one with the shortest predicted step.
 Settings that the user gave are kept. On the CPU nothing is placed: its device memory is the host's.
@@ -6,6 +6,7 @@ Settings that the user gave are kept. On the CPU nothing is placed: its device m
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 USABLE_SHARE = 0.965
 CONTEXT_BYTES = 1 * GIB
 SAME_SPEED = 1.01
+OFFLOAD_PARTS = 9  # counts of offloaded layers that are tried
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +53,7 @@ def choose(
     host_bytes: int,
     rates: Rates,
 ) -> Choice:
-    """Fill in ``device_units``, ``recompute_layers`` and ``micro_batches_per_wave`` if None.
+    """Fill in what is None of units on the device, waves, offloaded and recomputed layers.
 
     Args:
         spec: the model.
@@ -66,42 +68,53 @@ def choose(
         CapacityError: nothing fits; the message has the arithmetic of the nearest miss.
     """
     usable = int(device_bytes * USABLE_SHARE) - CONTEXT_BYTES
-    fitting: list[Choice] = []
-    nearest: Budget | None = None
-    recompute_options = [config.recompute_layers]
-    if config.recompute_layers is None:
-        every = config.activations == "recompute"
-        recompute_options = [0] if every else list(range(spec.num_layers + 1))
-    unit_options = [config.device_units]
+    layers = spec.num_layers
+    unit_options: Sequence[int | None] = [config.device_units]
     if config.device_units is None:
-        unit_options = list(range(len(spec.units) + 1))
+        unit_options = range(len(spec.units) + 1)
     wave_options: Sequence[int | None] = [config.micro_batches_per_wave]
     if config.micro_batches_per_wave is None:
         wave_options = _even_waves(workload.micro_batches)
-    for device_units, per_wave in itertools.product(unit_options, wave_options):
-        for recompute_layers in recompute_options:
+    offload_options: Sequence[int | None] = [config.offload_layers]
+    if config.offload_layers is None and config.activations == "keep":
+        offload_options = sorted({layers * part // OFFLOAD_PARTS for part in range(OFFLOAD_PARTS)})
+    fitting: list[Choice] = []
+    nearest: Budget | None = None
+
+    def excess(budget: Budget) -> int:
+        return max(budget.device_bytes - usable, 0) + max(budget.host_bytes - host_bytes, 0)
+
+    for units, per_wave in itertools.product(unit_options, wave_options):
+        for offload in offload_options:
             candidate = replace(
-                config,
-                device_units=device_units,
-                recompute_layers=recompute_layers,
-                micro_batches_per_wave=per_wave,
+                config, device_units=units, micro_batches_per_wave=per_wave, offload_layers=offload
             )
-            budget = step_budget(spec, candidate, dtype, workload)
-            excess = max(budget.device_bytes - usable, 0) + max(budget.host_bytes - host_bytes, 0)
-            if excess:
-                if nearest is None or excess < _excess(nearest, usable, host_bytes):
+
+            def budget_of(count: int | None, candidate: EngineConfig = candidate) -> Budget:
+                complete = replace(candidate, recompute_layers=count)
+                return step_budget(spec, complete, dtype, workload)
+
+            count = config.recompute_layers
+            if count is None:
+                # Recomputing more layers never needs more: the fewest that fit, by halves.
+                most = 0 if config.activations == "recompute" else layers
+                count = bisect.bisect_left(
+                    range(most), True, key=lambda n: not excess(budget_of(n))
+                )
+            budget = budget_of(count)
+            if excess(budget):
+                if nearest is None or excess(budget) < excess(nearest):
                     nearest = budget
                 continue
-            time = predict_step(spec, candidate, workload, rates)
-            fitting.append(Choice(config=candidate, budget=budget, time=time))
-            break  # fewer recomputed layers are never slower with the same units and waves
+            complete = replace(candidate, recompute_layers=count)
+            time = predict_step(spec, complete, workload, rates)
+            fitting.append(Choice(config=complete, budget=budget, time=time))
+            if not count:
+                break  # nothing is recomputed: offloading more gains nothing
     if fitting:
         limit = min(choice.time.seconds for choice in fitting) * SAME_SPEED
         # Of equally fast ones the most resident: it leaves the host and the bus to others.
-        return max(
-            (choice for choice in fitting if choice.time.seconds <= limit),
-            key=lambda choice: choice.config.device_units or 0,
-        )
+        return max((c for c in fitting if c.time.seconds <= limit), key=_residence)
     assert nearest is not None
     raise CapacityError(
         f"no placement fits {format_bytes(usable)} of device and {format_bytes(host_bytes)} of "
@@ -112,14 +125,14 @@ def choose(
     )
 
 
+def _residence(choice: Choice) -> tuple[int, int]:
+    return choice.config.device_units or 0, -(choice.config.offload_layers or 0)
+
+
 def _even_waves(micro_batches: int) -> list[int]:
-    """Micro-batches of a wave that make all waves but the last alike; the whole step first."""
-    sizes = {-(-micro_batches // count) for count in range(1, micro_batches + 1)}
+    """Micro-batches of a wave: the whole step, and halves of it down to one."""
+    sizes = {-(-micro_batches // (1 << power)) for power in range(micro_batches.bit_length() + 1)}
     return sorted(sizes, reverse=True)
-
-
-def _excess(budget: Budget, device_bytes: int, host_bytes: int) -> int:
-    return max(budget.device_bytes - device_bytes, 0) + max(budget.host_bytes - host_bytes, 0)
 
 
 def typical_rates(device: torch.device, num_cores: int) -> Rates:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headrace.models.flops import flops_per_token, matmul_parameters
+from headrace.policy.budget import offloaded_bytes
 
 if TYPE_CHECKING:
     from headrace.engine.config import EngineConfig
@@ -79,9 +80,7 @@ def predict_step(
     head_share = spec.vocab_size * spec.hidden_size / matmul_parameters(spec)
     layer_forward = total_flops * (1 - head_share) / 3 / rates.flops / spec.num_layers
     head = total_flops * head_share / rates.flops  # forward and backward in one pass
-    recomputed = config.recompute_layers or 0
-    if config.activations == "recompute":
-        recomputed = spec.num_layers
+    recomputed, _ = config.activation_ranges(spec.num_layers)
     waves = workload.num_waves(config)
 
     # The first wave meets the updates.
@@ -109,5 +108,14 @@ def predict_step(
     # Every micro-batch reads and writes the float32 sums.
     compute += 2 * 4 * trained * workload.micro_batches / rates.device_bytes
     compute += resident / rates.device_update_parameters
-    exposed = {"update": waited_update, "h2d": waited_h2d, "d2h": waited_d2h}
+    away = offloaded_bytes(spec, config, workload)
+    forward = spec.num_layers * layer_forward / waves
+    waited_offload = waves * max(0.0, away / rates.d2h_bytes - forward)
+    waited_offload += waves * max(0.0, away / rates.h2d_bytes - backward / waves)
+    exposed = {
+        "update": waited_update,
+        "h2d": waited_h2d,
+        "d2h": waited_d2h,
+        "offload": waited_offload,
+    }
     return StepTime(seconds=compute + sum(exposed.values()), compute=compute, exposed=exposed)

@@ -53,9 +53,11 @@ def place(
         rates=typical_rates(device, cores),
     )
     units = choice.config.device_units or 0
+    recompute_below, offload_below = choice.config.activation_ranges(spec.num_layers)
     say(
-        f"placement: {units} of {len(spec.units)} units on the device, "
-        f"{choice.config.recompute_layers or 0} of {spec.num_layers} layers recompute; predicted "
+        f"placement: {units} of {len(spec.units)} units on the device, {recompute_below} of "
+        f"{spec.num_layers} layers recompute, {offload_below - recompute_below} offload, "
+        f"{workload.num_waves(choice.config)} waves; predicted "
         f"{format_bytes(choice.budget.device_bytes)} on the device, "
         f"{format_bytes(choice.budget.host_bytes)} on the host, "
         f"{choice.time.seconds:.2f} s a step at typical rates, bound by {choice.time.binding}"
