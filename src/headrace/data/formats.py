@@ -68,7 +68,7 @@ class RowEncoder:
 
     def __init__(self, source: DatasetSource, tokenizer: Any) -> None:
         self.source = source
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         if source.type == "tokens":
             return
         if tokenizer is None:
@@ -85,15 +85,15 @@ class RowEncoder:
     def _chat(self) -> ChatRenderer:
         """The chat renderer; made for the first row that needs it."""
         if self._renderer is None:
-            if not getattr(self._tokenizer, "is_fast", False):
+            if not getattr(self.tokenizer, "is_fast", False):
                 raise DataError(
                     f"dataset {self.source.label!r}: chat rows need a fast tokenizer, which knows "
                     "the characters of its tokens",
                     remedy="install tokenizers' version of it, or give rows of type: tokens",
                 )
             self._renderer = ChatRenderer(
-                self._tokenizer,
-                resolve_template(self.source.chat_template, self._tokenizer),
+                self.tokenizer,
+                resolve_template(self.source.chat_template, self.tokenizer),
                 train_on_eos=self.source.train_on_eos,
                 variables=self.source.chat_template_kwargs,
             )
@@ -137,7 +137,7 @@ class RowEncoder:
         return self._chat().encode([(place, self._reader.read(place, row)) for place, row in rows])
 
     def _text_chunk(self, texts: list[str], months: Ids | None) -> TokenChunk:
-        encoded = self._tokenizer(
+        encoded = self.tokenizer(
             texts, add_special_tokens=True, return_attention_mask=False, verbose=False
         )["input_ids"]
         # An empty text holds nothing to learn; a lone EOS would teach to end before beginning.
@@ -189,11 +189,11 @@ class RowEncoder:
 
     def _pair(self, prompt: str, answer: str) -> tuple[Ids, Ids]:
         """Tokens of a prompt and its answer, which ends with EOS and alone is supervised."""
-        start = self._tokenizer(prompt, add_special_tokens=True, verbose=False)["input_ids"]
+        start = self.tokenizer(prompt, add_special_tokens=True, verbose=False)["input_ids"]
         if start and start[-1] == self._eos:
             start = start[:-1]
         # Apart, as at inference: the prompt's tokens must not depend on the answer.
-        rest = self._tokenizer(answer, add_special_tokens=False, verbose=False)["input_ids"]
+        rest = self.tokenizer(answer, add_special_tokens=False, verbose=False)["input_ids"]
         if not rest or rest[-1] != self._eos:
             rest = [*rest, self._eos]
         ids = np.array([*start, *rest], np.int32)
@@ -214,7 +214,7 @@ class RowEncoder:
             if not isinstance(segment, dict) or not isinstance(segment.get("label"), bool):
                 raise bad_row(place, f"{column!r} holds {segment!r}", remedy)
             text = checked_text(place, f"{column}.text", segment.get("text"), remedy)
-            found = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            found = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
             ids += found
             labels += found if segment["label"] else [IGNORE_INDEX] * len(found)
         return np.array(ids, np.int32), np.array(labels, np.int32)

@@ -10,8 +10,8 @@ Shape legend: B rows, T positions a row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -216,6 +216,59 @@ class TrainLoader:
         self.steps_per_epoch = settings.steps_per_epoch(self.order.epoch_length)
         self.state = state or LoaderState(seed=seed)
         self._epoch: tuple[int, Ints, Ints] | None = None
+
+    @property
+    def seed(self) -> int:
+        """Of the order."""
+        return self.order.seed
+
+    @property
+    def epoch(self) -> float:
+        """Epochs done, with the share of the one that is going on."""
+        return self.state.epoch + self.state.index / self.order.epoch_length
+
+    def describe(self) -> list[str]:
+        """Lines for people about the mixture."""
+        if self.order.weights is None:
+            return []
+        return [
+            f"mixture: {rows.label}: {count / rows.plan.num_rows:.3g} passes an epoch"
+            for rows, count in zip(self.row_sets, self.order.rows_per_epoch, strict=True)
+        ]
+
+    def facts(self) -> list[dict[str, Any]]:
+        """One object a dataset for the run's record, as JSON types."""
+        return [
+            {
+                "name": rows.label,
+                "key": rows.store.key,
+                "subset": rows.subset,
+                "num_documents": rows.store.num_documents,
+                "num_rows": rows.plan.num_rows,
+                "num_tokens": rows.plan.num_tokens,
+                "rows_per_epoch": count,
+            }
+            for rows, count in zip(self.row_sets, self.order.rows_per_epoch, strict=True)
+        ]
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What decides the stream of rows, as JSON types."""
+        return {
+            "seed": self.order.seed,
+            "shuffle": self.order.shuffle,
+            "datasets": [
+                {
+                    "key": rows.store.key,
+                    "rows": asdict(rows.settings),
+                    "weight": rows.weight,
+                    "subset": rows.subset,
+                }
+                for rows in self.row_sets
+            ],
+        }
+
+    def close(self) -> None:
+        """Nothing works in the background."""
 
     def state_after(self, num_steps: int) -> LoaderState:
         """Where the loader stands after that many steps from the beginning."""

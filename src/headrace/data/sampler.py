@@ -10,7 +10,7 @@ versions (its shuffles are not).
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -31,12 +31,14 @@ class LoaderState:
     Attributes:
         seed: of the shuffle.
         epoch: finished epochs.
-        index: rows of this epoch already used.
+        index: rows of this epoch already used; of all, where there are no epochs.
+        cursors: where each streamed dataset stands.
     """
 
     seed: int
     epoch: int = 0
     index: int = 0
+    cursors: list[list[int]] = field(default_factory=list)
 
 
 @lru_cache(maxsize=4)  # a weighted mixture asks for the same one every epoch

@@ -16,12 +16,12 @@ import yaml
 from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from headrace.data.loader import LoaderSettings
-from headrace.data.packing import RowSettings
 from headrace.data.sources import DatasetSource
 from headrace.engine.config import AdamWConfig, EngineConfig, ParamGroup
 from headrace.errors import ConfigError
 from headrace.trainer.aliases import override_aliases, translate, translate_data
 from headrace.trainer.config_file import apply_override, read_yaml, refuse_unknown
+from headrace.trainer.data_keys import DataKeys
 from headrace.trainer.model_keys import ModelKeys
 from headrace.trainer.schedule import Schedule, ScheduleSettings, resolve_warmup
 from headrace.units import parse_bytes
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-class TrainConfig(ModelKeys):
+class TrainConfig(DataKeys, ModelKeys):
     """Everything about a training run; each field is a key of the YAML file."""
 
     model_config = ConfigDict(
@@ -46,33 +46,6 @@ class TrainConfig(ModelKeys):
     """Of the initialisation, and of the data order unless data_seed is set."""
     data_seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     """Of the data order."""
-
-    datasets: list[DatasetSource] = Field(min_length=1)
-    """What to train on: a list of {path, type, weight, ...}; the keys are in docs/data.md."""
-    eval_datasets: list[DatasetSource] = Field(default_factory=list)
-    """What to evaluate on, each reported under its name."""
-    val_set_size: float = Field(default=0.0, ge=0)
-    """Documents of datasets held out to evaluate on: a share of them below 1, else a number."""
-    max_length: int = Field(default=1024, ge=2)
-    """Tokens a row can hold."""
-    packing: bool = True
-    """Put several documents in a row; they do not see each other."""
-    packing_strategy: Literal["bfd_split", "wrapped"] = "bfd_split"
-    """Keep documents whole where they fit, or cut one stream every max_length tokens."""
-    excess_length: Literal["split", "truncate", "drop"] = "split"
-    """What becomes of documents longer than max_length."""
-    pad_to_multiple_of: int = Field(default=8, ge=1)
-    """Lengths of unpacked micro-batches are rounded up to it."""
-    shuffle: bool = True
-    """Draw a new order every epoch."""
-    chat_template: str | None = None
-    """Of chat rows, and of the tokenizer that is saved: a name, a .jinja file or the template."""
-    dataset_num_proc: int | None = Field(default=None, ge=0)
-    """Processes that tokenise; as many as a dataset is worth by default."""
-    data_cache_dir: Path | None = None
-    """Where tokenised datasets are kept; ~/.cache/headrace by default."""
-    dataloader_drop_last: bool = False
-    """Leave out the rows at the end of an epoch that fill no whole step."""
 
     output_dir: Path
     """Folder of the run: config, metrics, checkpoints."""
@@ -226,14 +199,16 @@ class TrainConfig(ModelKeys):
             raise ConfigError(
                 f"max_steps is {self.max_steps}", remedy="a positive count, or -1 for epochs"
             )
-        if not self._can_evaluate and (self.eval_steps or self.eval_strategy not in (None, "no")):
+        if not self.can_evaluate and (self.eval_steps or self.eval_strategy not in (None, "no")):
             raise ConfigError(
                 "evaluation is asked for, but there are no eval_datasets and no val_set_size",
                 remedy="give one of them, or remove eval_strategy and eval_steps",
             )
-        if self.val_set_size >= 1 and self.val_set_size != int(self.val_set_size):
+        if self.streams and (self.max_steps < 0 or "epoch" in (self.save_strategy, self.evaluates)):
             raise ConfigError(
-                f"val_set_size is {self.val_set_size:g}", remedy="a share below 1, or a number"
+                "a streamed run has no epochs: max_steps says how long it is, save_steps and "
+                "eval_steps when something happens",
+                remedy="max_steps: 1000, save_strategy: steps, eval_steps: 100",
             )
         if self.early_stopping_patience is not None and self.evaluates == "no":
             raise ConfigError(
@@ -242,11 +217,6 @@ class TrainConfig(ModelKeys):
             )
         if self.eval_strategy == "steps" and self.eval_steps is None:
             raise ConfigError("eval_strategy: steps needs eval_steps", remedy="eval_steps: 100")
-        names = [source.label for source in self.eval_datasets]
-        if len(set(names)) < len(names):
-            raise ConfigError(
-                f"two eval_datasets have the same name: {names}", remedy="give each a name:"
-            )
         for where, scale, decay in self._decays():
             if scale * self.learning_rate * decay >= 1:
                 raise ConfigError(
@@ -254,13 +224,8 @@ class TrainConfig(ModelKeys):
                     "not below 1, so a step would decay weights through zero",
                     remedy="lower one of the two",
                 )
-        self.row_settings()  # both refuse what they cannot do
         Schedule(self.schedule_settings(max(1, self.max_steps)))
         return self
-
-    @property
-    def _can_evaluate(self) -> bool:
-        return bool(self.eval_datasets or self.val_set_size)
 
     def _decays(self) -> list[tuple[str, float, float]]:
         """Where a weight decay is set, the scale of the learning rate there, and the decay."""
@@ -271,15 +236,6 @@ class TrainConfig(ModelKeys):
         return found
 
     # -- settings of the parts -------------------------------------------------------------
-
-    def row_settings(self) -> RowSettings:
-        """How documents become rows."""
-        return RowSettings(
-            max_length=self.max_length,
-            packing=self.packing,
-            packing_strategy=self.packing_strategy,
-            excess_length=self.excess_length,
-        )
 
     def loader_settings(self, *, pad_token_id: int, num_ranks: int = 1) -> LoaderSettings:
         """How rows become steps."""
@@ -317,7 +273,7 @@ class TrainConfig(ModelKeys):
         """When to evaluate, decided."""
         if self.eval_strategy is not None:
             return self.eval_strategy
-        if not self._can_evaluate:
+        if not self.can_evaluate:
             return "no"
         return "steps" if self.eval_steps else "epoch"
 

@@ -1,4 +1,4 @@
-"""The datasets of a run: tokenised, split, and said.
+"""The datasets of a run: tokenised or streamed, split, and said.
 
 The invariant: what is held out is never trained on. Decides no order and loads no weights.
 """
@@ -9,7 +9,9 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from headrace.data.evaluation import EvalSet
-from headrace.data.loader import RowSet
+from headrace.data.loader import RowSet, TrainLoader
+from headrace.data.stream_loader import StreamLoader
+from headrace.data.streams import StreamedSet
 from headrace.data.subsets import hold_out
 from headrace.data.tokens import default_cache_dir, tokenise
 
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from headrace.data.protocol import Loader
+    from headrace.data.sampler import LoaderState
     from headrace.data.sources import DatasetSource
     from headrace.data.tokens import TokenStore
     from headrace.trainer.config import TrainConfig
@@ -28,20 +32,62 @@ if TYPE_CHECKING:
 
 
 def open_data(
-    config: TrainConfig, tokenizer: Any, vocab_size: int, say: Say
-) -> tuple[list[RowSet], list[EvalSet]]:
-    """Datasets to train on and to evaluate on.
+    config: TrainConfig,
+    tokenizer: Any,
+    vocab_size: int,
+    say: Say,
+    *,
+    state: LoaderState | None = None,
+) -> tuple[Loader, list[EvalSet]]:
+    """The loader of the datasets to train on, and datasets to evaluate on.
 
     Args:
         config: the run.
         tokenizer: may be ``None`` when every row is tokens.
         vocab_size: of the model.
         say: shows a line.
+        state: where the loader goes on; the beginning by default.
 
     Raises:
         DataError: naming what cannot be used.
-        ConfigError: nothing is left to train on.
+        ConfigError: nothing is left to train on, or weights are missing.
     """
+    settings = config.loader_settings(pad_token_id=_pad_token_id(tokenizer))
+    seed = config.seed if config.data_seed is None else config.data_seed
+    loader: Loader
+    if config.streams:
+        streams = [
+            StreamedSet(
+                source,
+                tokenizer,
+                config.row_settings(),
+                vocab_size=vocab_size,
+                seed=seed,
+                number=number,
+                shuffle=config.shuffle,
+            )
+            for number, source in enumerate(config.datasets)
+        ]
+        loader = StreamLoader(streams, settings, seed=seed, shuffle=config.shuffle, state=state)
+        eval_sets: list[EvalSet] = []
+    else:
+        row_sets, eval_sets = _open_stores(config, tokenizer, vocab_size, say)
+        loader = TrainLoader(row_sets, settings, seed=seed, shuffle=config.shuffle, state=state)
+    for source in config.eval_datasets:
+        store = _tokenise(config, source, tokenizer, vocab_size, say)
+        found = EvalSet.open(store, config.row_settings(), label=source.label)
+        say(
+            f"evaluation: {source.label}: {store.num_documents:,} documents, "
+            f"{found.num_tokens:,} tokens in {found.num_rows:,} rows"
+        )
+        eval_sets.append(found)
+    return loader, eval_sets
+
+
+def _open_stores(
+    config: TrainConfig, tokenizer: Any, vocab_size: int, say: Say
+) -> tuple[list[RowSet], list[EvalSet]]:
+    """Datasets to train on, and what is held out of them."""
     stores = [_tokenise(config, source, tokenizer, vocab_size, say) for source in config.datasets]
     held: Sequence[tuple[Ints | None, Ints | None]] = [(None, None)] * len(stores)
     if config.val_set_size:
@@ -67,15 +113,14 @@ def open_data(
             )
         say(", ".join(said))
         row_sets.append(rows)
-    for source in config.eval_datasets:
-        store = _tokenise(config, source, tokenizer, vocab_size, say)
-        found = EvalSet.open(store, settings, label=source.label)
-        say(
-            f"evaluation: {source.label}: {store.num_documents:,} documents, "
-            f"{found.num_tokens:,} tokens in {found.num_rows:,} rows"
-        )
-        eval_sets.append(found)
     return row_sets, eval_sets
+
+
+def _pad_token_id(tokenizer: Any) -> int:
+    for name in ("pad_token_id", "eos_token_id"):
+        if getattr(tokenizer, name, None) is not None:
+            return int(getattr(tokenizer, name))
+    return 0
 
 
 def _tokenise(

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from headrace.data.loader import StepBatch, TrainLoader
+    from headrace.data.loader import StepBatch
+    from headrace.data.protocol import Loader
     from headrace.engine import Engine, StepResult
     from headrace.trainer.callbacks import Callbacks
     from headrace.trainer.display import Display
@@ -82,7 +83,7 @@ class TrainingLoop:
         self,
         *,
         engine: Engine,
-        loader: TrainLoader,
+        loader: Loader,
         schedule: Schedule,
         evaluator: Evaluator,
         flops: Callable[[npt.NDArray[np.int64]], float],
@@ -249,7 +250,7 @@ class TrainingLoop:
         )
 
     def _sync_state(self) -> None:
-        state, loader = self._callbacks.state, self._loader.state
+        state = self._callbacks.state
         state.global_step = self.step
-        state.epoch = loader.epoch + loader.index / self._loader.order.epoch_length
+        state.epoch = self._loader.epoch
         state.num_input_tokens_seen = self.meter.num_tokens

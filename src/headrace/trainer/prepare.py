@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from headrace.data.loader import LoaderSettings, TrainLoader
-from headrace.data.sampler import LoaderState
+from headrace.data.loader import LoaderSettings
 from headrace.selftest.run import require_proof
 from headrace.store.checkpoint import checkpoint_bytes, load_checkpoint
 from headrace.store.identity import check_same_model
@@ -29,7 +28,6 @@ from headrace.trainer.resume import (
     changed_settings,
     check_data,
     choose_checkpoint,
-    data_fingerprint,
     read_progress,
 )
 from headrace.trainer.schedule import Schedule
@@ -44,6 +42,7 @@ if TYPE_CHECKING:
     import torch
 
     from headrace.data.evaluation import EvalSet
+    from headrace.data.protocol import Loader
     from headrace.engine.config import EngineConfig
     from headrace.models.spec import ModelSpec
     from headrace.trainer.config import TrainConfig
@@ -78,7 +77,7 @@ class Prepared:
     tokenizer: Any
     spec: ModelSpec
     state: ModelState
-    loader: TrainLoader
+    loader: Loader
     eval_sets: list[EvalSet]
     eval_settings: LoaderSettings
     settings: LoopSettings
@@ -120,15 +119,14 @@ def prepare(config: TrainConfig, stack: ExitStack, say: Say) -> Prepared:
         heap.map_large_blocks()
     size = checkpoint_bytes(spec, state)
     preflight.check_disk(config, checkpoint_bytes=size, num_saves=1, first_step=first_step)
-    row_sets, eval_sets = open_data(config, tokenizer, spec.vocab_size, say)
-    pad_token_id = _pad_token_id(tokenizer)
-    loader = TrainLoader(
-        row_sets,
-        config.loader_settings(pad_token_id=pad_token_id),
-        seed=config.seed if config.data_seed is None else config.data_seed,
-        shuffle=config.shuffle,
+    loader, eval_sets = open_data(
+        config,
+        tokenizer,
+        spec.vocab_size,
+        say,
         state=saved.loader if saved and not saved.converted else None,
     )
+    stack.callback(loader.close)
     settings = loop_settings(config, loader.steps_per_epoch)
     schedule = Schedule(config.schedule_settings(settings.num_steps))
     preflight.check_disk(
@@ -151,7 +149,7 @@ def prepare(config: TrainConfig, stack: ExitStack, say: Say) -> Prepared:
         eval_settings=LoaderSettings(
             micro_batch_size=config.per_device_eval_batch_size,
             pad_to_multiple_of=config.pad_to_multiple_of,
-            pad_token_id=pad_token_id,
+            pad_token_id=loader.settings.pad_token_id,
         ),
         settings=settings,
         schedule=schedule,
@@ -235,15 +233,14 @@ def _progress(
     config: TrainConfig,
     saved: Progress | None,
     checkpoint: Path | None,
-    loader: TrainLoader,
+    loader: Loader,
     say: Say,
 ) -> Progress:
-    seed = loader.order.seed
-    data = data_fingerprint(loader.row_sets, shuffle=config.shuffle, seed=seed)
+    data = loader.fingerprint()
     if saved is None or checkpoint is None:
         return Progress(
             step=0,
-            loader=LoaderState(seed=seed),
+            loader=loader.state,
             meter=Meter().to_dict(),
             data=data,
             config=config.to_dict(),
@@ -288,10 +285,3 @@ def _load_weights(
         initialise(spec, state, seed=config.seed)
     if spec.adapters is not None:
         load_adapters(config, spec, state, checkpoint)
-
-
-def _pad_token_id(tokenizer: Any) -> int:
-    for name in ("pad_token_id", "eos_token_id"):
-        if getattr(tokenizer, name, None) is not None:
-            return int(getattr(tokenizer, name))
-    return 0

@@ -26,10 +26,9 @@ from headrace.store.checkpoint import (
 from headrace.trainer.metrics import Meter
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
     from types import TracebackType
 
-    from headrace.data.loader import RowSet
     from headrace.trainer.config import TrainConfig
 
 _FORMAT = 1
@@ -53,7 +52,7 @@ class Progress:
         step: optimizer steps done.
         loader: where the data stands.
         meter: sums of :class:`~headrace.trainer.metrics.Meter`.
-        data: what :func:`data_fingerprint` said of the data.
+        data: what the loader's ``fingerprint`` said of the data.
         config: the resolved configuration.
         callbacks: state that callbacks exported.
         best_metric: lowest evaluation loss so far.
@@ -111,23 +110,6 @@ class Progress:
 def converted_state(step: int) -> dict[str, Any]:
     """The trainer's part of a checkpoint that another trainer began."""
     return {"format": _FORMAT, "converted": True, "step": step}
-
-
-def data_fingerprint(row_sets: Sequence[RowSet], *, shuffle: bool, seed: int) -> dict[str, Any]:
-    """What decides the stream of rows, as JSON types."""
-    return {
-        "seed": seed,
-        "shuffle": shuffle,
-        "datasets": [
-            {
-                "key": rows.store.key,
-                "rows": asdict(rows.settings),
-                "weight": rows.weight,
-                "subset": rows.subset,
-            }
-            for rows in row_sets
-        ],
-    }
 
 
 def choose_checkpoint(config: TrainConfig) -> Path | None:

@@ -129,7 +129,9 @@ class _Session:
             eval_steps=settings.eval_steps,
             save_steps=settings.save_steps,
             train_batch_size=config.per_device_train_batch_size,
-            num_train_epochs=-(-settings.num_steps // loader.steps_per_epoch),
+            num_train_epochs=-(
+                -settings.num_steps // (loader.steps_per_epoch or settings.num_steps)
+            ),
             best_metric=prepared.progress.best_metric,
         )
         self._callbacks = Callbacks(
@@ -275,12 +277,11 @@ def _say_plan(prepared: Prepared, say: Say) -> None:
     rows = loader.settings.rows_per_step
     say(
         f"plan: {prepared.settings.num_steps:,} steps of {rows} rows (at most "
-        f"{format_count(rows * prepared.config.max_length)} tokens), "
-        f"{loader.steps_per_epoch:,} steps an epoch"
+        f"{format_count(rows * prepared.config.max_length)} tokens)"
+        + (f", {loader.steps_per_epoch:,} steps an epoch" if loader.steps_per_epoch else "")
     )
-    if loader.order.weights is not None:
-        for row_set, count in zip(loader.row_sets, loader.order.rows_per_epoch, strict=True):
-            say(f"mixture: {row_set.label}: {count / row_set.plan.num_rows:.3g} passes an epoch")
+    for line in loader.describe():
+        say(line)
 
 
 def _facts(prepared: Prepared) -> dict[str, Any]:
@@ -299,18 +300,7 @@ def _facts(prepared: Prepared) -> dict[str, Any]:
         "steps_per_epoch": loader.steps_per_epoch,
         "rows_per_step": loader.settings.rows_per_step,
         "max_length": config.max_length,
-        "datasets": [
-            {
-                "name": rows.label,
-                "key": rows.store.key,
-                "subset": rows.subset,
-                "num_documents": rows.store.num_documents,
-                "num_rows": rows.plan.num_rows,
-                "num_tokens": rows.plan.num_tokens,
-                "rows_per_epoch": count,
-            }
-            for rows, count in zip(loader.row_sets, loader.order.rows_per_epoch, strict=True)
-        ],
+        "datasets": loader.facts(),
         "versions": versions(),
         "hardware": hardware(prepared.device),
         "peak_flops_per_second": dict(prepared.peaks),
