@@ -29,6 +29,7 @@ def test_events_come_in_transformers_order(run_config, tmp_path):
     run_config(
         callbacks=[recorder], max_steps=4, save_strategy="steps", save_steps=2,
         eval_datasets=[{"path": str(tmp_path / "corpus.jsonl")}], eval_steps=2, logging_steps=2,
+        async_save=False,
     )  # fmt: skip
     one_step = ["on_step_begin", "on_step_end"]
     seen = [(name, step) for name, step, _ in recorder.events if "epoch" not in name]

@@ -80,6 +80,7 @@ class DeviceOptimizer:
 
     def update(self, chunk: Chunk, settings: UpdateSettings) -> None:
         """AdamW on a chunk, ordered after the compute stream's work so far."""
+        self._state.before_update(chunk.unit)
         unit = self._state.units[chunk.unit]
         part = slice(chunk.start, chunk.stop)
         factors = coefficients(

@@ -138,6 +138,7 @@ class HostOptimizer:
     ) -> bool:
         planes = self._state.units[chunk.unit].arrays
         assert planes is not None, "a unit on the device was given to the host"
+        self._state.before_update(chunk.unit)
         elements = slice(chunk.start, chunk.stop)
         factors = self.factors(chunk, settings)
         applied: bool = kernel(

@@ -10,6 +10,8 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Protocol
 
+from headrace.errors import CheckpointError
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -56,6 +58,7 @@ class Snapshot:
         self._unread = set(range(len(state.units)))
         self._copies: dict[int, UnitState] = {}
         self._reading: int | None = None
+        self._given_up = False
         self._change = threading.Condition()
         state.snapshot = self
 
@@ -65,8 +68,14 @@ class Snapshot:
         return self._state.units
 
     def unit(self, index: int) -> UnitState:
-        """A unit's planes as they were; read them, then call :meth:`done`."""
+        """A unit's planes as they were; read them, then call :meth:`done`.
+
+        Raises:
+            CheckpointError: the snapshot was given up.
+        """
         with self._change:
+            if self._given_up:
+                raise CheckpointError("the save was given up", remedy="save again")
             self._reading = index
             return self._copies.get(index) or self._state.units[index]
 
@@ -104,6 +113,11 @@ class Snapshot:
         return sum(u.num_bytes for u in units) <= self._spare and not any(
             u.on_device for u in units
         )
+
+    def give_up(self) -> None:
+        """Refuse to be read any further."""
+        with self._change:
+            self._given_up = True
 
     def close(self) -> None:
         """Let all updates go on; what was not read is lost."""

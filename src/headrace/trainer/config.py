@@ -102,6 +102,10 @@ class TrainConfig(DataKeys, ModelKeys):
     """Steps between checkpoints; below 1, a share of the run."""
     save_total_limit: int | None = Field(default=None, ge=1)
     """Checkpoints to keep; older ones are deleted."""
+    async_save: bool = True
+    """Write checkpoints while training goes on; false makes training wait."""
+    async_save_memory: int | None = Field(default=None, ge=0)
+    """Host bytes for what is updated before it was written; the largest unit's state by default."""
     resume_from_checkpoint: bool | str = False
     """auto goes on from the last complete checkpoint of output_dir if there is one; or a path."""
     requeue: bool = False
@@ -148,6 +152,11 @@ class TrainConfig(DataKeys, ModelKeys):
             return Path(value).expanduser()
         except RuntimeError as error:
             raise ValueError(str(error)) from error
+
+    @field_validator("async_save_memory", mode="before")
+    @classmethod
+    def _check_bytes(cls, value: Any) -> Any:
+        return None if value is None or isinstance(value, bool) else parse_bytes(value)
 
     @field_validator("engine", mode="before")
     @classmethod

@@ -15,7 +15,6 @@ from headrace.trainer.metrics import Meter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from pathlib import Path
 
     import numpy as np
     import numpy.typing as npt
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from headrace.trainer.evaluate import Evaluator
     from headrace.trainer.metrics import MetricsLog
     from headrace.trainer.resume import Progress
+    from headrace.trainer.saving import Saver
     from headrace.trainer.schedule import Schedule
     from headrace.trainer.signals import StopRequest
 
@@ -44,6 +44,7 @@ class LoopSettings:
         eval_at_epochs: evaluate at the end of every epoch.
         save_steps: between checkpoints; 0 for none by steps.
         save_at_epochs: save at the end of every epoch.
+        async_save: go on while a checkpoint is being written.
     """
 
     num_steps: int
@@ -53,6 +54,7 @@ class LoopSettings:
     eval_at_epochs: bool = False
     save_steps: int = 0
     save_at_epochs: bool = False
+    async_save: bool = True
 
     @property
     def evaluates(self) -> bool:
@@ -75,7 +77,8 @@ class TrainingLoop:
         callbacks: told of every event.
         display: shows it.
         log: the metrics file.
-        save: writes a checkpoint of the trainer's state and returns its folder.
+        saver: writes checkpoints.
+        saved: told of every step whose checkpoint is complete.
         stop: asks for an early end.
     """
 
@@ -93,7 +96,8 @@ class TrainingLoop:
         callbacks: Callbacks,
         display: Display,
         log: MetricsLog,
-        save: Callable[[Progress], Path],
+        saver: Saver,
+        saved: Callable[[int], None],
         stop: StopRequest,
     ) -> None:
         self._engine = engine
@@ -107,7 +111,8 @@ class TrainingLoop:
         self._callbacks = callbacks
         self._display = display
         self._log = log
-        self._save_checkpoint = save
+        self._saver = saver
+        self._saved = saved
         self._stop = stop
         self._evaluation_due = progress.evaluation_due
         self._saved_step = progress.step
@@ -129,8 +134,10 @@ class TrainingLoop:
             self._emit(self._evaluate())
         while self.step < settings.num_steps and not self._should_end():
             self._one_step()
+            self._finish_save(wait=not self._settings.async_save)
         if self._saved_step != self.step:
             self._save()
+        self._finish_save(wait=True)
         callbacks.fire("on_train_end")
 
     def _should_end(self) -> bool:
@@ -144,6 +151,7 @@ class TrainingLoop:
             callbacks.fire("on_epoch_begin")
         callbacks.fire("on_step_begin")
         started = time.perf_counter()
+        self._saver.before_step()
         batch = self._loader.next_step()
         learning_rate = self._schedule(self.step)
         result = self._engine.step(
@@ -227,15 +235,30 @@ class TrainingLoop:
 
     def _evaluate(self) -> dict[str, Any]:
         self._evaluation_due = False
+        self._saver.before_step()
         return self._evaluator.run()
 
     def _save(self) -> None:
+        self._finish_save(wait=True)
+        started = time.perf_counter()
         self._log.sync()
         self._engine.synchronize()
-        path = self._save_checkpoint(self.progress())
+        self._saver.begin(self.progress())
+        self._saver.stalled_seconds += time.perf_counter() - started
         self._saved_step = self.step
+
+    def _finish_save(self, *, wait: bool) -> None:
+        """Tell of a save that is complete; its step may lie behind."""
+        finished = self._saver.finish(wait=wait)
+        if finished is None:
+            return
+        step, path = finished
+        self._saved(step)
         self._display.say(f"saved {path}")
+        state = self._callbacks.state
+        state.global_step = step
         self._callbacks.fire("on_save")
+        state.global_step = self.step
 
     def progress(self) -> Progress:
         """The trainer's part of a checkpoint of this moment."""

@@ -15,6 +15,7 @@ from headrace.errors import CapacityError
 from headrace.policy.budget import Workload, step_budget
 from headrace.policy.search import choose, typical_rates
 from headrace.store.host_memory import host_memory
+from headrace.trainer.saving import spare_bytes
 from headrace.units import format_bytes
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def place(
         config.dtype,
         workload,
         device_bytes=free_bytes,
-        host_bytes=host_memory().available,
+        host_bytes=host_memory().available - spare_bytes(config, spec.units),
         rates=typical_rates(device, cores),
     )
     units = choice.config.device_units or 0
@@ -68,13 +69,15 @@ def place(
 def _check_host(config: TrainConfig, spec: ModelSpec, workload: Workload) -> None:
     """Refuse a step that cannot fit the host, before anything long starts."""
     budget = step_budget(spec, config.engine, config.dtype, workload, cpu=True)
-    needed = budget.device_bytes + budget.host_bytes
+    spare = spare_bytes(config, spec.units)
+    needed = budget.device_bytes + budget.host_bytes + spare
     memory = host_memory()
     if needed > memory.available:
         raise CapacityError(
             f"a step needs at least {format_bytes(needed)} ({budget.explain('host')}; "
-            f"{budget.explain('device')}), and {format_bytes(memory.available)} is there "
-            f"({memory.explain()})",
+            f"{budget.explain('device')}; {format_bytes(spare)} for saves), and "
+            f"{format_bytes(memory.available)} is there ({memory.explain()})",
             remedy="lower per_device_train_batch_size, max_length or "
-            "engine.micro_batches_per_wave, or set engine.activations: recompute",
+            "engine.micro_batches_per_wave, or set engine.activations: recompute or "
+            "async_save: false",
         )

@@ -189,6 +189,7 @@ def loop_settings(config: TrainConfig, steps_per_epoch: int) -> LoopSettings:
         eval_at_epochs=config.evaluates == "epoch",
         save_steps=save_steps,
         save_at_epochs=config.save_strategy == "epoch",
+        async_save=config.async_save,
     )
 
 

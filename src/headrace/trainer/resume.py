@@ -39,7 +39,7 @@ _INCIDENTAL = frozenset(
         "output_dir", "overwrite_output_dir", "run_name", "resume_from_checkpoint", "requeue",
         "report_to", "progress", "logging_steps", "save_steps", "save_strategy",
         "save_total_limit", "data_cache_dir", "eval_steps", "eval_strategy", "eval_datasets",
-        "per_device_eval_batch_size",
+        "per_device_eval_batch_size", "async_save", "async_save_memory",
     }
 )  # fmt: skip
 

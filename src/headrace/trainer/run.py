@@ -19,7 +19,6 @@ from transformers.trainer_callback import TrainerState
 from headrace.engine import Engine
 from headrace.errors import HeadraceError
 from headrace.models.flops import step_flops
-from headrace.store.checkpoint import prune_checkpoints, save_checkpoint
 from headrace.trainer.callbacks import Callbacks
 from headrace.trainer.config import TrainConfig, resolve
 from headrace.trainer.display import make_display
@@ -29,6 +28,7 @@ from headrace.trainer.metrics import MetricsLog
 from headrace.trainer.prepare import prepare
 from headrace.trainer.record import RunRecord, hardware, model_hash, peak_rss_bytes, versions
 from headrace.trainer.resume import foreign_checkpoints
+from headrace.trainer.saving import Saver
 from headrace.trainer.signals import StopRequest
 from headrace.trainer.stopping import stopping_callbacks
 from headrace.units import format_bytes, format_count, format_duration
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
     from headrace.trainer.display import Display
     from headrace.trainer.prepare import Prepared, Say
-    from headrace.trainer.resume import Progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +121,13 @@ class _Session:
         self._prepared = prepared
         config, loader, settings = prepared.config, prepared.loader, prepared.settings
         self._out = config.output_dir
-        self._last_saved = prepared.checkpoint
+        self._saver = Saver(
+            config,
+            prepared.spec,
+            prepared.state,
+            tokenizer=prepared.tokenizer,
+            last=prepared.checkpoint,
+        )
         trainer_state = TrainerState(
             max_steps=settings.num_steps,
             logging_steps=settings.logging_steps,
@@ -161,7 +166,7 @@ class _Session:
             self._out / "run.json",
             _facts(prepared),
             first_step=first_step,
-            resumed_from=None if self._last_saved is None else str(self._last_saved),
+            resumed_from=None if prepared.checkpoint is None else str(prepared.checkpoint),
         )
         self._log = MetricsLog(self._out / "metrics.jsonl", last_step=first_step)
         stack.callback(self._log.close)
@@ -194,38 +199,29 @@ class _Session:
                 callbacks=self._callbacks,
                 display=display,
                 log=self._log,
-                save=self._save,
+                saver=self._saver,
+                saved=self._saved,
                 stop=stop,
             )
             try:
                 loop.run()
             except BaseException as error:
+                # A save under way is completed, unless somebody wants the process to end now.
+                self._saver.close(give_up=isinstance(error, KeyboardInterrupt))
                 self._failed(error, loop, display)
                 raise
             finally:
                 display.close()
         return self._ended(loop, stop, say)
 
-    def _save(self, progress: Progress) -> Path:
-        prepared = self._prepared
-        self._last_saved = save_checkpoint(
-            self._out,
-            prepared.spec,
-            prepared.state,
-            step=progress.step,
-            trainer_state=progress.to_dict(),
-            tokenizer=prepared.tokenizer,
-        )
-        if prepared.config.save_total_limit is not None:
-            prune_checkpoints(self._out, prepared.config.save_total_limit)
-        self._record.update(last_step=progress.step)
-        return self._last_saved
+    def _saved(self, step: int) -> None:
+        self._record.update(last_step=step, save_stall_seconds=self._saver.stalled_seconds)
 
     def _failed(self, error: BaseException, loop: TrainingLoop, display: Display) -> None:
         outcome = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        if self._last_saved is not None:
+        if self._saver.last is not None:
             display.say(
-                f"{outcome} after step {loop.step}; {self._last_saved} is whole, and "
+                f"{outcome} after step {loop.step}; {self._saver.last} is whole, and "
                 "resume_from_checkpoint=auto goes on from it"
             )
         reason = error.message if isinstance(error, HeadraceError) else repr(error)
@@ -235,7 +231,7 @@ class _Session:
             return  # a full disk is often the reason; the first error is the one to show
 
     def _ended(self, loop: TrainingLoop, stop: StopRequest, say: Say) -> TrainResult:
-        prepared, meter, checkpoint = self._prepared, loop.meter, self._last_saved
+        prepared, meter, checkpoint = self._prepared, loop.meter, self._saver.last
         finished = loop.step >= prepared.settings.num_steps
         result = TrainResult(
             status="finished" if finished else "stopped",

@@ -1,0 +1,149 @@
+"""Checkpoints written by a thread while training goes on.
+
+Owns the one save that may be under way. The invariants: a checkpoint holds the state of its step
+and of no other (:mod:`headrace.store.snapshot`); a save that failed ends the run with its reason at
+the next step; when this is closed nothing reads the state any more. Decides nothing about when to
+save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from headrace.store.checkpoint import prune_checkpoints, write_checkpoint
+from headrace.store.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from headrace.models.spec import ModelSpec
+    from headrace.store.layout import UnitLayout
+    from headrace.store.state import ModelState, StateDtype
+    from headrace.trainer.config import TrainConfig
+    from headrace.trainer.resume import Progress
+
+
+def spare_bytes(config: TrainConfig, layouts: Sequence[UnitLayout]) -> int:
+    """Host memory that a save may take for units that are updated before they were written."""
+    if not config.async_save:
+        return 0
+    if config.async_save_memory is not None:
+        return config.async_save_memory
+    return max(unit_bytes(layout, config.dtype) for layout in layouts)
+
+
+def unit_bytes(layout: UnitLayout, dtype: StateDtype) -> int:
+    """Of a unit's master weights and moments."""
+    working, rest = (2, 10) if dtype == "bfloat16" else (4, 8)
+    return working * layout.size + rest * layout.num_trainable
+
+
+class Saver:
+    """Writes one checkpoint at a time.
+
+    Attributes:
+        last: the last complete checkpoint, or None.
+        stalled_seconds: how long training waited for saves.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        spec: ModelSpec,
+        state: ModelState,
+        *,
+        tokenizer: Any,
+        last: Path | None,
+    ) -> None:
+        self._config = config
+        self._spec = spec
+        self._state = state
+        self._tokenizer = tokenizer
+        self._thread: threading.Thread | None = None
+        self._snapshot: Snapshot | None = None
+        self._error: BaseException | None = None
+        self._written: tuple[int, Path] | None = None
+        self.last = last
+        self.stalled_seconds = 0.0
+
+    def begin(self, progress: Progress) -> None:
+        """Start to write a checkpoint of this moment; the one before must have been finished.
+
+        The state must be complete (``Engine.synchronize``).
+        """
+        assert self._thread is None, "the save before was not finished"
+        spare = spare_bytes(self._config, self._state.layouts)
+        self._snapshot = Snapshot(self._state, spare_bytes=spare)
+        self._thread = threading.Thread(
+            target=self._write, args=(self._snapshot, progress), name="headrace-save", daemon=True
+        )
+        self._thread.start()
+
+    def _write(self, snapshot: Snapshot, progress: Progress) -> None:
+        try:
+            with self._own_stream():
+                path = write_checkpoint(
+                    self._config.output_dir,
+                    self._spec,
+                    snapshot,
+                    step=progress.step,
+                    trainer_state=progress.to_dict(),
+                    tokenizer=self._tokenizer,
+                )
+            self._written = progress.step, path
+        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+            self._error = error
+        finally:
+            snapshot.close()
+
+    def _own_stream(self) -> AbstractContextManager[Any]:
+        """Units on a GPU are copied beside its compute."""
+        device = self._state.units[0].weights.device
+        if device.type != "cuda":
+            return contextlib.nullcontext()
+        return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]  # untyped in torch
+
+    def before_step(self) -> None:
+        """Wait until no update of a step that begins now can have to wait for long."""
+        if self._snapshot is not None:
+            started = time.perf_counter()
+            self._snapshot.wait_until_free()
+            self.stalled_seconds += time.perf_counter() - started
+
+    def finish(self, *, wait: bool) -> tuple[int, Path] | None:
+        """Step and folder of the save that was under way, once it is complete; told once.
+
+        Args:
+            wait: for it; else None while it is being written.
+
+        Raises:
+            CheckpointError: it could not be written; earlier checkpoints are untouched.
+        """
+        if self._thread is None or (not wait and self._thread.is_alive()):
+            return None
+        started = time.perf_counter()
+        self._thread.join()
+        self.stalled_seconds += time.perf_counter() - started
+        self._thread = self._snapshot = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        assert self._written is not None
+        self.last = self._written[1]
+        if self._config.save_total_limit is not None:
+            prune_checkpoints(self._config.output_dir, self._config.save_total_limit)
+        return self._written
+
+    def close(self, *, give_up: bool) -> None:
+        """End the save that is under way: completed, or given up at its next unit."""
+        if self._snapshot is not None and give_up:
+            self._snapshot.give_up()
+        with contextlib.suppress(Exception):  # the error that ended the run is the one to show
+            self.finish(wait=True)
