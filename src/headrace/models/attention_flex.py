@@ -46,16 +46,18 @@ def attend_flex(
     if padding:  # the kernels want whole blocks; padding is a document of its own
         joined = [F.pad(t, (0, 0, 0, padding)) for t in joined]
         document_N = F.pad(document_N, (0, padding), value=-1)
-    out_1HNV, lse_1HN = _kernel()(
+    from torch.nn.attention.flex_attention import AuxRequest  # noqa: PLC0415 - CUDA only
+
+    out_1HNV, more = _kernel()(
         *joined,
         score_mod=_soft_cap(softcap),
         block_mask=block_mask(document_N, window),
         scale=scaling,
         enable_gqa=key_BKTE.shape[1] != H,
-        return_lse=True,
+        return_aux=AuxRequest(lse=True),
     )
     if sinks_H is not None:
-        kept_1HN = torch.sigmoid(lse_1HN - sinks_H.float()[None, :, None])
+        kept_1HN = torch.sigmoid(more.lse - sinks_H.float()[None, :, None])
         out_1HNV = out_1HNV * kept_1HN[..., None].to(out_1HNV.dtype)
     out_HNV: torch.Tensor = out_1HNV[0, :, : B * T]
     return out_HNV.reshape(H, B, T, -1).transpose(0, 1)

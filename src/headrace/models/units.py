@@ -44,6 +44,8 @@ def plan_units(
     """
     saved = model.state_dict().keys()
     parameters = {name for name, _ in model.named_parameters()}
+    # A class may freeze one for good, such as a routing bias that its training sets otherwise.
+    learned = {name for name, p in model.named_parameters() if p.requires_grad}
     seen: set[int] = set()
     planned: set[str] = set()
 
@@ -60,7 +62,7 @@ def plan_units(
                     f"{type(model).__name__} has a buffer of integers in its checkpoint, "
                     f"{full}, and headrace streams weights only"
                 )
-            trained = adapter or (full in parameters and trainable(full))
+            trained = adapter or (full in learned and trainable(full))
             found.append((full, local + name, tuple(tensor.shape), trained))
         return found
 
