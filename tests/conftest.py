@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from typing import TYPE_CHECKING, Any
 
 # Before anything imports torch: thread pools that spin between two tiny matrices make a busy
@@ -17,6 +18,10 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+# Verdicts on models are remembered for the session alone.
+_CACHE = tempfile.TemporaryDirectory(prefix="headrace-tests-", ignore_cleanup_errors=True)
+os.environ["HEADRACE_CACHE_DIR"] = _CACHE.name
 
 SENTENCES = [
     "The committee met in March and left the rate unchanged.",

@@ -235,7 +235,10 @@ def start(run_config, tmp_path):
 
 
 def record_batches(monkeypatch):
-    """The micro-batches and learning rates of every step of the runs that follow."""
+    """The micro-batches and learning rates of every step of the runs that follow.
+
+    Their model was trained before, so that its self-test is over.
+    """
     from headrace.engine import Engine  # noqa: PLC0415 - what is watched
 
     steps, rates = [], []

@@ -172,9 +172,13 @@ def test_cache_that_cannot_be_written(monkeypatch, tmp_path):
 # -- who must prove what -----------------------------------------------------------------------
 
 
-def test_verified_family_needs_no_test(monkeypatch):
-    monkeypatch.setattr(selftest_run, "selftest_of", None)
-    assert selftest_run.require_proof(ModelSpec(tiny_config("qwen3"))) is None
+def test_a_switch_that_was_not_tested_is_tested(cache):
+    """A verdict is of a class with its switches: another switch is another verdict."""
+    assert not selftest_run.require_proof(ModelSpec(tiny_config("qwen3"))).cached
+    assert selftest_run.require_proof(ModelSpec(tiny_config("qwen3", vocab_size=100))).cached
+    assert not selftest_run.require_proof(ModelSpec(tiny_config("qwen3", tied=True))).cached
+    biased = tiny_config("qwen3", attention_bias=True)
+    assert not selftest_run.require_proof(ModelSpec(biased)).cached
 
 
 def test_other_class_is_tested_before_it_trains(cache):

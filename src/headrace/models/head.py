@@ -88,6 +88,13 @@ class _Base(nn.Module):
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
         _lend_attributes(self, original)
+        self._parts = frozenset(name for name, _ in original.named_children())
+
+    def __getattr__(self, name: str) -> Any:
+        # OPT calls the decoder inside its base model, which stands for the same.
+        if name != "_parts" and name in self._parts:
+            return self
+        return super().__getattr__(name)
 
     def forward(self, *_: Any, **__: Any) -> _Output:
         return _Output(self.hidden)

@@ -14,6 +14,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import HeadraceError, ModelRefusedError
+from headrace.models.building import first_line
 from headrace.models.spec import ModelSpec
 from headrace.selftest import checks
 from headrace.selftest.adapters import check_adapters, tiny_settings
@@ -30,6 +31,13 @@ from headrace.selftest.verdict import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+# Keys of a configuration that say nothing of what is computed.
+_NO_SWITCH = frozenset(
+    {
+        "_name_or_path", "architectures", "auto_map", "bos_token_id", "eos_token_id", "id2label",
+        "label2id", "problem_type", "transformers_version", "use_cache",
+    }
+)  # fmt: skip
 _logger = logging.getLogger(__name__)
 
 
@@ -45,7 +53,7 @@ def run_selftest(config: Any, *, use_cache: bool = True) -> Verdict:
     model_type = str(getattr(config, "model_type", ""))
     try:
         spec = ModelSpec.from_config(config)
-    except ModelRefusedError as error:
+    except HeadraceError as error:
         return Verdict(
             verdict="refused",
             reason=error.message,
@@ -63,7 +71,8 @@ def selftest_of(spec: ModelSpec, *, use_cache: bool = True) -> Verdict:
     architecture = type(spec.model).__name__
     tiny = tiny_config(spec)
     lora = None if spec.adapters is None else tiny_settings(spec.adapters)
-    switches = {"model": tiny.to_dict(), "lora": None if lora is None else asdict(lora)}
+    model = {k: v for k, v in tiny.to_dict().items() if k not in _NO_SWITCH}
+    switches = {"model": model, "lora": None if lora is None else asdict(lora)}
     key = cache_key(architecture, switches, versions)
     if use_cache and (found := read_cached(key)) is not None:
         return found
@@ -83,25 +92,19 @@ def selftest_of(spec: ModelSpec, *, use_cache: bool = True) -> Verdict:
     except Exception as error:
         # Whatever a model's own code raises on a tiny twin, it cannot be proven.
         _logger.debug("self-test of %s", architecture, exc_info=True)
-        first = (str(error).strip().splitlines() or [""])[0]
-        verdict = replace(
-            verdict,
-            verdict="refused",
-            reason=f"the tiny twin raised {type(error).__name__}: {first}",
-        )
+        reason = f"the tiny twin raised {type(error).__name__}: {first_line(error)}"
+        verdict = replace(verdict, verdict="refused", reason=reason)
     verdict = replace(verdict, seconds=time.perf_counter() - started)
     write_cached(key, verdict)
     return verdict
 
 
-def require_proof(spec: ModelSpec) -> Verdict | None:
-    """Run the self-test of a class that the test suite does not prove; None if it does.
+def require_proof(spec: ModelSpec) -> Verdict:
+    """The self-test of a model, run or remembered for its class, switches and versions.
 
     Raises:
         ModelRefusedError: the model would not train exactly.
     """
-    if spec.adapters is None and spec.is_verified:
-        return None
     verdict = selftest_of(spec)
     if verdict.verdict != "ok":
         raise ModelRefusedError(

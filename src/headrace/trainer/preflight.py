@@ -330,11 +330,37 @@ def check_lengths(config: TrainConfig, spec: ModelSpec, tokenizer: Any) -> None:
             "(max_position_embeddings)",
             remedy=f"max_length: {positions}, or extend the model's positions in its config.json",
         )
+    _check_rotary(config, spec)
     if tokenizer is not None and len(tokenizer) > spec.vocab_size:
         raise ConfigError(
             f"the tokenizer has {len(tokenizer)} tokens, the model's vocabulary {spec.vocab_size}",
             remedy="use the model's own tokenizer, or set vocab_size in model_config",
         )
+
+
+def _check_rotary(config: TrainConfig, spec: ModelSpec) -> None:
+    """Frequencies that change with the longest document at hand would tie documents together.
+
+    transformers switches longrope and dynamic frequencies for a whole micro-batch once any of its
+    positions passes the original length.
+    """
+    if not config.packing and config.per_device_train_batch_size == 1:
+        return  # one document at a time: what transformers does with it alone
+    rope = getattr(spec.config, "rope_parameters", None) or {}
+    for part in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
+        if part.get("rope_type") not in ("longrope", "dynamic"):
+            continue
+        original = part.get("original_max_position_embeddings") or getattr(
+            spec.config, "original_max_position_embeddings", None
+        )
+        if original is not None and config.max_length > original:
+            raise ConfigError(
+                f"max_length is {config.max_length}, and beyond {original} positions the "
+                f"{part['rope_type']} frequencies of the model change with the longest document of "
+                "a micro-batch, so that documents would depend on each other",
+                remedy=f"max_length: {original}, or packing: false with "
+                "per_device_train_batch_size: 1",
+            )
 
 
 def check_disk(

@@ -108,3 +108,35 @@ def test_a_launcher_s_count_that_is_no_number_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "several")
     with pytest.raises(ConfigError, match="WORLD_SIZE"):
         preflight.refuse_several_processes()
+
+
+LONG_ROPE = {
+    "max_position_embeddings": 4096,
+    "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 1024,
+        "long_factor": [4.0] * 4, "short_factor": [1.0] * 4,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({"max_length": 1025}, True),
+        ({"max_length": 1025, "packing": False}, True),
+        ({"max_length": 1024}, False),
+        ({"max_length": 4096, "packing": False, "per_device_train_batch_size": 1}, False),
+    ],
+)
+def test_rotary_frequencies_that_the_longest_document_decides(changes, refused):
+    """transformers switches them for a whole micro-batch: documents would depend on others."""
+    model = LLAMA | LONG_ROPE
+    config, _ = resolve(
+        {"model_config": model, "datasets": [{"path": "a"}], "output_dir": "out"} | changes
+    )
+    spec = ModelSpec.from_config(preflight.load_model_config(config, None))
+    if refused:
+        with pytest.raises(ConfigError, match="longrope"):
+            preflight.check_lengths(config, spec, None)
+    else:
+        preflight.check_lengths(config, spec, None)
