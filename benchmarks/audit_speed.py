@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import resource
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -47,6 +48,7 @@ class Clock:
             part = self.parts.setdefault(self._name, {"wall_s": 0.0, "cpu_s": 0.0})
             for key, then, at in zip(part, self._start, now, strict=True):
                 part[key] = round(part[key] + at - then, 1)
+            print(f"{self._name}: {part}", file=sys.stderr, flush=True)
         self._name, self._start = ("twins" if name.startswith("twin ") else name), now
 
     def total(self) -> dict[str, float]:

@@ -180,18 +180,19 @@ def holm(p_values: Sequence[float]) -> list[float]:
 def max_t(observed: Sequence[float], null_SB: Array) -> list[float]:
     """Step-down max-T on shared shifts, one-sided.
 
-    Each statistic is put on its null's own scale first (median and standard deviation), so that
-    none dominates the maximum by its units.
+    Each statistic is put on a scale of its own first (median and standard deviation), so that
+    none dominates the maximum by its units. The observed value is among those that set the scale:
+    the null calls it one of them, and a scale that left it out would make it stand out too often.
 
     Args:
         observed: S statistics.
         null_SB: ``(S, B)``, column b from the same offset for every statistic.
     """
-    centre = np.median(null_SB, axis=1, keepdims=True)
-    spread = null_SB.std(axis=1, keepdims=True)
+    together = np.column_stack([np.asarray(observed, dtype=np.float64), null_SB])
+    spread = together.std(axis=1, keepdims=True)
     spread[spread == 0] = 1.0
-    z = ((np.asarray(observed)[:, None] - centre) / spread)[:, 0]
-    null = (null_SB - centre) / spread
+    together = (together - np.median(together, axis=1, keepdims=True)) / spread
+    z, null = together[:, 0], together[:, 1:]
     order = np.argsort(-z, kind="stable")
     adjusted = np.empty(len(z))
     running = 0.0
