@@ -169,7 +169,8 @@ class _Splitter:
         for mask, side in ((train, "training"), (test, "test")):
             if not mask.any():
                 raise DataError(
-                    f"{what}: the {side} set is empty",
+                    f"{what}: the {side} set is empty, none of rows 0 to {len(self.times) - 1} is "
+                    "left",
                     remedy="use fewer folds, a shorter embargo, or a panel of more dates",
                 )
         return np.flatnonzero(train), np.flatnonzero(test)
@@ -213,7 +214,11 @@ class Chronological(_Splitter):
         tested = self.times.sessions > self.split_date
         what = f"chronological split at {iso(self.split_date)}"
         if not tested.any():
-            raise DataError(f"{what}: no date lies after it, so the test period is empty")
+            raise DataError(
+                f"{what}: no date lies after it (rows 0 to {len(self.times) - 1} end on "
+                f"{iso(self.times.sessions[-1])}), so the test period is empty",
+                remedy="choose an earlier split date",
+            )
         first = int(np.argmax(tested))
         train = self._allowed(tested) & self._embargo_before(first, self.embargo)
         yield self._split(train, tested[self.times.session], what)
