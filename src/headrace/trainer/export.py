@@ -26,12 +26,8 @@ from headrace.store.checkpoint import (
 from headrace.store.loading import load_pretrained
 from headrace.store.state import ModelState
 from headrace.trainer.config import resolve
-from headrace.trainer.preflight import (
-    load_model_config,
-    load_tokenizer,
-    model_folder,
-    take_apart,
-)
+from headrace.trainer.model_checks import take_apart
+from headrace.trainer.preflight import load_model_config, load_tokenizer, model_folder
 from headrace.units import format_bytes
 
 

@@ -16,7 +16,7 @@ from headrace.store.checkpoint import checkpoint_bytes, load_checkpoint
 from headrace.store.identity import check_same_model
 from headrace.store.loading import initialise, load_pretrained
 from headrace.store.state import ModelState
-from headrace.trainer import heap, preflight
+from headrace.trainer import heap, model_checks, preflight
 from headrace.trainer.adapters import describe, load_adapters
 from headrace.trainer.datasets import open_data
 from headrace.trainer.loop import LoopSettings
@@ -103,10 +103,10 @@ def prepare(config: TrainConfig, stack: ExitStack, say: Say) -> Prepared:
     rates = peaks(device)
     preflight.check_files(config)
     tokenizer = preflight.load_tokenizer(config)
-    spec = preflight.take_apart(config, preflight.load_model_config(config, tokenizer))
+    spec = model_checks.take_apart(config, preflight.load_model_config(config, tokenizer))
     _prove(spec, say)
-    preflight.check_lengths(config, spec, tokenizer)
-    preflight.check_param_groups(config, spec)
+    model_checks.check_lengths(config, spec, tokenizer)
+    model_checks.check_param_groups(config, spec)
     stack.enter_context(RunLock(config.output_dir))
     checkpoint = choose_checkpoint(config)
     saved = None if checkpoint is None else read_progress(checkpoint, dtype=config.dtype)

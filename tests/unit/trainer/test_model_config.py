@@ -7,7 +7,7 @@ import pytest
 
 from headrace.errors import ConfigError
 from headrace.models.spec import ModelSpec
-from headrace.trainer import preflight
+from headrace.trainer import model_checks, preflight
 from headrace.trainer.config import resolve
 
 LLAMA = {
@@ -78,9 +78,9 @@ def test_a_parameter_group_that_changes_nothing_is_refused():
         LLAMA, param_groups=[{"pattern": "norm"}, {"pattern": "input_layernorm", "weight_decay": 0}]
     )
     with pytest.raises(ConfigError, match=r"param_groups\.1 .* matches no parameter"):
-        preflight.check_param_groups(config, ModelSpec.from_config(model))
+        model_checks.check_param_groups(config, ModelSpec.from_config(model))
     model, config = load(LLAMA, param_groups=[{"pattern": "input_layernorm"}, {"pattern": "norm"}])
-    preflight.check_param_groups(config, ModelSpec.from_config(model))
+    model_checks.check_param_groups(config, ModelSpec.from_config(model))
 
 
 def test_a_tokenizer_that_is_not_there_is_not_called_a_model():
@@ -137,6 +137,6 @@ def test_rotary_frequencies_that_the_longest_document_decides(changes, refused):
     spec = ModelSpec.from_config(preflight.load_model_config(config, None))
     if refused:
         with pytest.raises(ConfigError, match="longrope"):
-            preflight.check_lengths(config, spec, None)
+            model_checks.check_lengths(config, spec, None)
     else:
-        preflight.check_lengths(config, spec, None)
+        model_checks.check_lengths(config, spec, None)
