@@ -25,9 +25,9 @@ import polars as pl
 import pytest
 import torch
 import yaml
-from sharded import SHAPES, save_sharded
 
 from headrace.cli import main
+from sharded import SHAPES, save_sharded
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
