@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.errors import ConfigError
+from headrace.models.adapters import LoraSettings
 from headrace.models.flops import flops_per_token
 from headrace.models.spec import ModelSpec
 from headrace.plan.architecture import read_architecture
@@ -170,3 +171,13 @@ def test_plan_and_engine_count_the_same_work_and_state(family):
     assert flops_per_token(spec, 128) == planned.flops_per_token(128)
     largest = max(unit.num_parameters for unit in spec.units[1:-1])
     assert largest == planned.largest_layer
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_plan_and_engine_count_the_same_adapters(family):
+    transformers = pytest.importorskip("transformers")
+    config_class = type(transformers.AutoConfig.for_model(family))
+    config = config_class(**sizes(family))
+    spec = ModelSpec(config, lora=LoraSettings(rank=3))
+    planned = read_architecture(config.to_dict())
+    assert spec.num_trainable_parameters == planned.num_adapter_parameters(3)

@@ -274,6 +274,20 @@ def test_yaml_gives_model_and_batch(tmp_path):
     assert job["accumulation"] == 4
 
 
+def test_adapters_need_two_bytes_a_parameter_of_their_model(tmp_path):
+    path = tmp_path / "lora.yaml"
+    path.write_text("base_model: Qwen/Qwen3-8B\nadapter: lora\nlora_r: 16\n")
+    out = json.loads(run(str(path), "--gpu", "h200", "--json").stdout)
+    host = {item["kind"]: item["bytes"] for item in out["plan"]["host"]}
+    assert host["frozen weights"] == 2 * out["model"]["num_parameters"]
+    adapters = host["master weights"] // 4
+    assert adapters == 43_646_976  # 36 layers of 16 x 75,776 inputs and outputs
+    assert host["optimizer state"] == 8 * adapters
+    assert host["returned gradients"] == 2 * adapters
+    whole = json.loads(run("--model", "Qwen/Qwen3-8B", "--gpu", "h200", "--json").stdout)
+    assert out["plan"]["speed"]["backward"]["d2h"] < whole["plan"]["speed"]["backward"]["d2h"] / 100
+
+
 def test_yaml_with_the_models_configuration_inside(tmp_path):
     path = tmp_path / "scratch.yaml"
     config = find_model("Qwen/Qwen3-0.6B").config

@@ -235,6 +235,8 @@ def _job(settings: dict[str, Any], num_gpus: int, **options: Any) -> Job:
         for key in ("weight_slots", "gradient_slots", "loss_chunk_tokens"):
             if key in engine:
                 values[key] = int(engine[key])
+        if settings.get("adapter") == "lora":
+            values["lora_rank"] = int(settings.get("lora_r") or 8)
         if int(settings.get("max_steps", -1)) > 0:
             values["num_tokens"] = int(settings["max_steps"]) * micro_batches
     renamed = {"tokens": "num_tokens"}

@@ -34,6 +34,7 @@ class Layer:
         state_flops: forward FLOPs a token of the recurrent state (linear attention).
         window: keys a query sees at most; None for all before it.
         kept_elements: outputs of matmuls and attention a token leaves for backward.
+        adapted_width: inputs and outputs of all linear layers that get low-rank adapters.
     """
 
     mixer: str
@@ -44,6 +45,7 @@ class Layer:
     state_flops: int
     window: int | None
     kept_elements: int
+    adapted_width: int = 0
 
     def attention_flops(self, length: int) -> float:
         """Forward FLOPs a token of attention, averaged over a causal sequence of ``length``."""
@@ -105,6 +107,10 @@ class Architecture:
         """Parameters of the largest streamed unit (a layer, the embedding or the head)."""
         return max(self.largest_layer, self.num_embedding, self.num_head)
 
+    def num_adapter_parameters(self, rank: int) -> int:
+        """Parameters of adapters of ``rank`` on every linear layer of the decoder."""
+        return rank * sum(x.adapted_width for x in self.layers)
+
     @property
     def sparse(self) -> bool:
         """Whether any layer is a mixture of experts."""
@@ -132,6 +138,7 @@ class _Part:
     kept: int
     width: int = 0
     state_flops: int = 0
+    adapted: int = 0
 
     def __add__(self, other: _Part) -> _Part:
         return _Part(
@@ -140,12 +147,19 @@ class _Part:
             self.kept + other.kept,
             self.width + other.width,
             self.state_flops + other.state_flops,
+            self.adapted + other.adapted,
         )
 
 
-def _linear(inputs: int, outputs: int, *, bias: bool = False, kept: bool = True) -> _Part:
+def _linear(inputs: int, outputs: int, *, bias: bool = False, modules: int = 1) -> _Part:
+    """``modules`` linear layers on the same input; 0 for one that gets no adapter."""
     weights = inputs * outputs
-    return _Part(weights + (outputs if bias else 0), weights, outputs if kept else 0)
+    return _Part(
+        weights + (outputs if bias else 0),
+        weights,
+        outputs,
+        adapted=modules * inputs + outputs if modules else 0,
+    )
 
 
 def _need(config: Config, key: str) -> int:
@@ -166,6 +180,8 @@ def _grouped_query(family: Family, config: Config) -> _Part:
     bias = flag(family.qkv_bias, config)
     part = _linear(hidden, queries * (2 if family.gated_query else 1), bias=bias)
     part += _linear(hidden, keys, bias=bias) + _linear(hidden, keys, bias=bias)
+    if "qkv" in family.fused:
+        part += _Part(0, 0, 0, adapted=-2 * hidden)
     part += _linear(queries, hidden, bias=flag(family.out_bias, config))
     # GLM-4.5 switches the query and key norms by a key of its configuration.
     normed = family.qk_norm if config.get("use_qk_norm", True) else None
@@ -191,7 +207,7 @@ def _latent(family: Family, config: Config) -> _Part:
     return part + _Part(0, 0, heads * value_dim, width=heads * (nope + rope + value_dim))
 
 
-def _gated_delta(config: Config) -> _Part:
+def _gated_delta(family: Family, config: Config) -> _Part:
     """Gated DeltaNet (arXiv:2412.06464) as Qwen3-Next and Qwen3.5 lay it out."""
     hidden, num_values = _need(config, "hidden_size"), _need(config, "linear_num_value_heads")
     key_dim, value_dim = (
@@ -201,7 +217,10 @@ def _gated_delta(config: Config) -> _Part:
     keys = _need(config, "linear_num_key_heads") * key_dim
     values = num_values * value_dim
     mixed = 2 * keys + values
-    part = _linear(hidden, mixed) + _linear(hidden, values) + _linear(hidden, 2 * num_values)
+    part = _linear(hidden, mixed) + _linear(hidden, values)
+    part += _linear(hidden, 2 * num_values, modules=2)
+    if "delta" in family.fused:
+        part += _Part(0, 0, 0, adapted=-2 * hidden)
     part += _linear(values, hidden)
     convolution = mixed * _need(config, "linear_conv_kernel_dim")
     # Decay and delta rule, outer product, read-out: three products of a key by a value a head.
@@ -213,7 +232,11 @@ def _gated_delta(config: Config) -> _Part:
 def _dense_mlp(family: Family, config: Config) -> _Part:
     hidden, inner = _need(config, "hidden_size"), _need(config, "intermediate_size")
     bias = flag(family.mlp_bias, config)
-    return _linear(hidden, 2 * inner, bias=bias) + _linear(inner, hidden, bias=bias)
+    # PEFT takes the names of a sparse family's dense MLPs for those of its experts.
+    sparse = family.expert_size is not None
+    modules = 0 if sparse else 1 if "gate_up" in family.fused else 2
+    part = _linear(hidden, 2 * inner, bias=bias, modules=modules)
+    return part + _linear(inner, hidden, bias=bias, modules=0 if sparse else 1)
 
 
 def _expert_mlp(family: Family, config: Config) -> _Part:
@@ -224,14 +247,16 @@ def _expert_mlp(family: Family, config: Config) -> _Part:
     one = 3 * hidden * inner
     biases = experts * (2 * inner + hidden) + experts if family.expert_bias else 0
     part = _Part(experts * one + biases, active * one, active * (2 * inner + hidden))
-    part += _linear(hidden, experts)
+    part += _linear(hidden, experts, modules=0)
     shared = 0
     if family.shared_size is not None:
         shared = int(config.get(family.shared_size) or 0)
     elif family.num_shared is not None:
         shared = int(config.get(family.num_shared) or 0) * inner
     if shared:
-        part += _linear(hidden, 2 * shared) + _linear(shared, hidden)
+        adapted = family.adapted_shared
+        part += _linear(hidden, 2 * shared, modules=2 if adapted else 0)
+        part += _linear(shared, hidden, modules=1 if adapted else 0)
         if family.shared_gate:
             part += _linear(hidden, 1)
     return part
@@ -285,7 +310,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
     mixers = _mixers(family, text, num_layers)
     mixer_parts = {"full": full, "sliding": full}
     if "linear" in mixers:
-        mixer_parts["linear"] = _gated_delta(text)
+        mixer_parts["linear"] = _gated_delta(family, text)
     norms = _Part(family.block_norms * hidden, 0, 0)
     layers = []
     for index, mixer in enumerate(mixers):
@@ -302,6 +327,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
                 state_flops=part.state_flops,
                 window=int(window) if mixer == "sliding" and window else None,
                 kept_elements=part.kept,
+                adapted_width=part.adapted,
             )
         )
     return Architecture(

@@ -37,6 +37,9 @@ class Family:
         shared_size: key of the shared expert's intermediate size.
         num_shared: key of the number of shared experts, each of ``expert_size``.
         shared_gate: a scalar gate on the shared expert.
+        fused: projections in one matrix: ``"qkv"``, ``"gate_up"``, or those of gated DeltaNet
+            in two (``"delta"``).
+        adapted_shared: PEFT tells the shared expert's linear layers from those of its experts.
         dense_first: key of the number of leading layers without experts.
         full_every: where ``layer_types`` is absent and a window is set, every such layer sees all
             positions and the others the window; None puts the window on all.
@@ -57,6 +60,8 @@ class Family:
     shared_size: str | None = None
     num_shared: str | None = None
     shared_gate: bool = False
+    fused: tuple[str, ...] = ()
+    adapted_shared: bool = False
     dense_first: str | None = None
     full_every: int | None = None
     defaults: Config = field(default_factory=dict)
@@ -88,7 +93,7 @@ FAMILIES: dict[str, Family] = {
         defaults={"tie_word_embeddings": True},
     ),
     "granite": Family(qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias"),
-    "phi3": Family(),
+    "phi3": Family(fused=("qkv", "gate_up")),
     "qwen2": Family(qkv_bias=True, defaults={"use_sliding_window": False}),
     "qwen3": Family(
         qk_norm="head",
@@ -104,7 +109,12 @@ FAMILIES: dict[str, Family] = {
         full_every=4,
         defaults={"sliding_window": 4096},
     ),
-    "glm4": Family(qkv_bias="attention_bias", block_norms=4, defaults={"attention_bias": True}),
+    "glm4": Family(
+        qkv_bias="attention_bias",
+        block_norms=4,
+        fused=("gate_up",),
+        defaults={"attention_bias": True},
+    ),
     "gemma2": Family(
         qkv_bias="attention_bias",
         out_bias="attention_bias",
@@ -146,6 +156,7 @@ FAMILIES: dict[str, Family] = {
         expert_size="moe_intermediate_size",
         shared_size="shared_expert_intermediate_size",
         shared_gate=True,
+        fused=("delta",),
         defaults={**_QWEN_MOE, **_DELTA_NET, "num_experts_per_tok": 10},
     ),
     "qwen3_5_text": Family(
@@ -163,6 +174,7 @@ FAMILIES: dict[str, Family] = {
         expert_size="moe_intermediate_size",
         shared_size="shared_expert_intermediate_size",
         shared_gate=True,
+        adapted_shared=True,
         defaults={**_QWEN_MOE, **_DELTA_NET},
     ),
     "gpt_oss": Family(

@@ -58,6 +58,8 @@ class Job:
         weight_slots: layer windows on the device.
         gradient_slots: gradient buffers of a layer on the device.
         loss_chunk_tokens: tokens whose logits exist at a time.
+        lora_rank: train adapters of this rank on every linear layer, and the model not; None
+            trains the model.
     """
 
     max_length: int = 4096
@@ -75,6 +77,7 @@ class Job:
     weight_slots: int = 3
     gradient_slots: int = 2
     loss_chunk_tokens: int = 1024
+    lora_rank: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse sizes that are not positive."""

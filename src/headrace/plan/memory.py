@@ -82,6 +82,20 @@ def state_bytes(num_parameters: int, moments: Moments = "float32") -> int:
     return round(num_parameters * (4 + MOMENT_BYTES[moments]))
 
 
+def num_trained(model: Architecture, job: Job) -> int:
+    """Parameters that have gradients and optimizer state."""
+    if job.lora_rank is None:
+        return model.num_parameters
+    return model.num_adapter_parameters(job.lora_rank)
+
+
+def _largest_trained(model: Architecture, job: Job) -> int:
+    """Trained parameters of the largest layer."""
+    if job.lora_rank is None:
+        return model.largest_layer
+    return job.lora_rank * max(x.adapted_width for x in model.layers)
+
+
 def usable_device(machine: Machine) -> int:
     """Bytes of a card that a plan may fill."""
     if machine.is_cpu:
@@ -97,12 +111,23 @@ def usable_host(machine: Machine) -> int | None:
 
 
 def _host_items(model: Architecture, job: Job, *, cpu: bool) -> list[Item]:
-    count = model.num_parameters
+    count = num_trained(model, job)
     gradient = 4 if job.dtype == "float32" else 2
     moment = MOMENT_BYTES[job.moments]
     master = "fp32" if job.dtype == "float32" else "bf16 plane + 16-bit remainder"
     runtime = CPU_RUNTIME_BYTES if cpu else HOST_RUNTIME_BYTES
+    frozen = []
+    if job.lora_rank is not None:
+        width, whole = 4 if job.dtype == "float32" else 2, model.num_parameters
+        frozen.append(
+            Item(
+                kind="frozen weights",
+                num_bytes=width * whole,
+                formula=f"{width} x {whole:,} (no remainder, no moments)",
+            )
+        )
     return [
+        *frozen,
         Item(kind="master weights", num_bytes=4 * count, formula=f"4 x {count:,} ({master})"),
         Item(
             kind="optimizer state",
@@ -130,6 +155,7 @@ def _device_items(
 ) -> list[Item]:
     width = 4 if cpu or job.dtype == "float32" else 2
     layer, ends = model.largest_layer, model.num_embedding + model.num_head
+    trained_ends = ends if job.lora_rank is None else 0
     micro_batches = job.num_micro_batches(num_gpus)
     tokens = -(-micro_batches // waves) * job.micro_batch_tokens
     # The engine compiles layers on CUDA only.
@@ -145,12 +171,12 @@ def _device_items(
         ),
         Item(
             kind="gradients",
-            num_bytes=4 * (ends + job.gradient_slots * layer)
+            num_bytes=4 * (trained_ends + job.gradient_slots * _largest_trained(model, job))
             if waves == 1
-            else 4 * model.num_parameters,
+            else 4 * num_trained(model, job),
             formula=f"fp32: 4 x ({job.gradient_slots} layers + both ends)"
             if waves == 1
-            else f"fp32 accumulators of all units over {waves} waves: 4 x parameters",
+            else f"fp32 accumulators of all units over {waves} waves: 4 x what is trained",
         ),
         Item(
             kind="layer inputs",
@@ -166,7 +192,7 @@ def _device_items(
                 formula=f"{tokens:,} tokens x {sum(kept):,} bytes over all layers",
             )
         )
-    work = job.micro_batch_tokens * max(working) + width * layer
+    work = job.micro_batch_tokens * max(working) + width * _largest_trained(model, job)
     items += [
         Item(
             kind="layer at work",
@@ -178,7 +204,7 @@ def _device_items(
             num_bytes=min(job.loss_chunk_tokens, job.micro_batch_tokens)
             * model.vocab_size
             * (8 + width)
-            + 4 * model.num_embedding,
+            + (4 * model.num_embedding if job.lora_rank is None else 0),
             formula="logits of one chunk, and the head's raw gradient",
         ),
     ]
@@ -194,7 +220,7 @@ def _device_items(
 
 
 def _disk_items(model: Architecture, job: Job) -> list[Item]:
-    one = state_bytes(model.num_parameters, job.moments)
+    one = state_bytes(num_trained(model, job), job.moments)
     return [
         Item(
             kind="checkpoints",

@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from headrace.plan.memory import num_trained
+
 if TYPE_CHECKING:
     from headrace.plan.architecture import Architecture
     from headrace.plan.job import Activations, Job
@@ -96,13 +98,16 @@ def _speed(
     shared = (cards - 1) / cards
     down = width * (layers + ends) * waves
     up_again = width * layers * waves
-    back = width * (layers + ends)
+    trained = num_trained(model, job)
+    back = width * trained
+    # Frozen weights have no gradient: backward is as much work as forward.
+    backward_share = 2 if job.lora_rank is None else 1
     forward = {
         "compute": whole / 3,
         "h2d": down / cards / (machine.h2d.value * giga),
     }
     backward = {
-        "compute": whole * (2 / 3 if activations == "keep" else 1),
+        "compute": whole / 3 * (backward_share + (activations != "keep")),
         "h2d": up_again / cards / (machine.duplex.value * giga),
         "d2h": back / cards / (machine.duplex.value * giga),
     }
@@ -110,19 +115,21 @@ def _speed(
         link = machine.nvlink.value * giga
         forward["nvlink"] = down * shared / link
         backward["nvlink"] = (up_again + back) * shared / link
-    update = model.num_parameters / (machine.update.value * giga)
+    update = trained / (machine.update.value * giga)
     (forward if update_under == "forward" else backward)["update"] = update
     first = model.num_embedding + model.largest_layer
     ramp = width * first / cards / (machine.h2d.value * giga)
-    ramp += width * model.num_embedding / cards / (machine.d2h.value * giga)
-    ramp += first / (machine.update.value * giga)
+    if job.lora_rank is None:
+        ramp += width * model.num_embedding / cards / (machine.d2h.value * giga)
+        ramp += first / (machine.update.value * giga)
     phases = [max(forward.values()), max(backward.values())]
     step = sum(phases) + ramp
     longest: dict[str, float] = {}
     for phase, seconds in zip((forward, backward), phases, strict=True):
         name = max(phase, key=phase.__getitem__)
         longest[name] = longest.get(name, 0.0) + seconds
-    rate = tokens * model.flops_per_token(job.max_length) / step / 1e12
+    work = model.flops_per_token(job.max_length) * (1 + backward_share) / 3
+    rate = tokens * work / step / 1e12
     used = (machine.matmul_tflops, machine.h2d, machine.duplex, machine.update)
     order = ("measured", "detected", "given", "data sheet", "derived", "assumed")
     return Speed(

@@ -3,12 +3,14 @@
 import pytest
 from transformers import Qwen3Config
 
-from headrace.engine import EngineConfig
+from headrace.engine import Engine, EngineConfig
 from headrace.errors import CapacityError
+from headrace.models.adapters import LoraSettings
 from headrace.models.spec import ModelSpec
 from headrace.policy.budget import Workload, step_budget
 from headrace.policy.search import choose
 from headrace.policy.steptime import Rates, predict_step
+from headrace.store.state import ModelState
 from headrace.units import GIB
 
 # One H200 with 16 Xeon cores (docs/performance.md).
@@ -173,3 +175,26 @@ def test_budget_on_the_cpu_is_in_float32_and_one_memory(qwen3_4b):
     assert cpu.device["activations"] == 2 * gpu.device["activations"]
     assert cpu.device["weight slots"] == 2 * gpu.device["weight slots"]
     assert cpu.host == gpu.host
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kind", ["adapters", "frozen"])
+def test_host_bytes_of_a_partly_frozen_model_are_what_is_allocated(dtype, kind):
+    """No remainder, moments or returned gradients of what is frozen, to the byte."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 1024, "head_dim": 32}
+    config = Qwen3Config(num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, **sizes)
+    if kind == "adapters":
+        spec = ModelSpec(config, lora=LoraSettings(rank=8))
+    else:
+        spec = ModelSpec(config, trainable=lambda name: "mlp" in name)
+    budget = step_budget(spec, EngineConfig(device_units=0), dtype, workload(1))
+    state = ModelState(spec.units, dtype)
+    with Engine(spec, state, "cpu", EngineConfig(update_threads=1)) as engine:
+        allocated = state.allocated_bytes + engine.updater.pending_bytes
+    state.close()
+    assert allocated == budget.host_bytes
+    width = 2 if dtype == "bfloat16" else 4
+    frozen = spec.num_parameters - (spec.num_trainable_parameters if kind == "frozen" else 0)
+    trained = spec.num_trainable_parameters
+    assert state.state_bytes == width * frozen + 12 * trained
+    assert allocated == pytest.approx(state.state_bytes + width * trained, rel=0.01)
