@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from headrace.corpus.files import file_sha256
+from headrace.corpus.unit_files import row_groups
 from headrace.errors import DataError
 from headrace.units import format_bytes, format_count
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 _BAR = 30
 _SNIPPET = 80
-_BATCH_ROWS = 512
 PERIODS: Mapping[str, int | None] = {"auto": None, "month": 1, "year": 12, "decade": 120}
 _MARKS = {"passed": "ok  ", "warned": "WARN", "failed": "FAIL", "noted": "note"}
 
@@ -129,17 +128,16 @@ def find_text(
     columns = ["doc_id", "source", "text", "available_at", "available_at_rule", "file", "position"]
     num_found = 0
     for path in _files(manifest.vintages[-1], "documents"):
-        with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(_BATCH_ROWS, columns=columns):
-                hits = pc.match_substring(batch.column("text"), needle, ignore_case=ignore_case)
-                for row in batch.filter(hits).to_pylist():
-                    text = row.pop("text")
-                    row["available_at"] = row["available_at"].isoformat().replace("+00:00", "Z")
-                    row["snippet"] = _snippet(text, needle, ignore_case)
-                    yield row
-                    num_found += 1
-                    if num_found >= limit:
-                        return
+        for _, batch in row_groups(path, columns):
+            hits = pc.match_substring(batch.column("text"), needle, ignore_case=ignore_case)
+            for row in batch.filter(hits).to_pylist():
+                text = row.pop("text")
+                row["available_at"] = row["available_at"].isoformat().replace("+00:00", "Z")
+                row["snippet"] = _snippet(text, needle, ignore_case)
+                yield row
+                num_found += 1
+                if num_found >= limit:
+                    return
 
 
 def _snippet(text: str, needle: str, ignore_case: bool) -> str:

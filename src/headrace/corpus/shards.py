@@ -24,15 +24,14 @@ from headrace.corpus.encode import PieceEncoder, make_encoder
 from headrace.corpus.files import is_whole, whole_folder
 from headrace.corpus.instants import DAY_US, from_microseconds, month_of
 from headrace.corpus.tokenizer import load_tokenizer
-from headrace.corpus.unit_files import DOCUMENTS, REPEATED
+from headrace.corpus.unit_files import DOCUMENTS, REPEATED, row_groups
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
 
-SHARD_VERSION = 1
+SHARD_VERSION = 2
 
 TOKENS = pa.schema(
     [
@@ -41,7 +40,6 @@ TOKENS = pa.schema(
         ("input_ids", pa.list_(pa.int32())),
     ]
 )
-_BATCH_ROWS = 512
 _SNIPPET = 60
 _MAX_EXAMPLES = 1000
 
@@ -65,7 +63,7 @@ class TokenPass:
             with pq.ParquetWriter(
                 folder / "tokens.parquet", schema, compression="zstd", compression_level=1
             ) as writer:
-                for first, batch in _batches(unit / "documents.parquet", ["text"]):
+                for first, batch in row_groups(unit / "documents.parquet", ["text"]):
                     wanted = np.flatnonzero(wanted_rows[first : first + batch.num_rows])
                     texts = batch.column(0).take(pa.array(wanted)).to_pylist()
                     ids = self._encoder.encode(texts) if texts else []
@@ -82,14 +80,6 @@ def _lists(ids: list[NDArray[np.int32]], lengths: NDArray[np.int64]) -> pa.Array
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     values = np.concatenate(ids) if ids else np.zeros(0, dtype=np.int32)
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values))
-
-
-def _batches(path: Path, columns: Sequence[str] | None) -> Iterator[tuple[int, pa.RecordBatch]]:
-    first = 0
-    with pq.ParquetFile(path) as file:
-        for batch in file.iter_batches(_BATCH_ROWS, columns=columns):
-            yield first, batch
-            first += batch.num_rows
 
 
 def read_counts(place: Path) -> NDArray[np.int64]:
@@ -126,8 +116,8 @@ def write_shard(job: ShardJob) -> None:
             masks = np.fromfile(part.masks, dtype=np.uint64)
             tokens = None
             if part.tokens is not None:
-                tokens = _batches(part.tokens / "tokens.parquet", None)
-            for first, batch in _batches(part.unit / "documents.parquet", None):
+                tokens = row_groups(part.tokens / "tokens.parquet", None)
+            for first, batch in row_groups(part.unit / "documents.parquet", None):
                 ids = None if tokens is None else next(tokens)[1].column(0)
                 here = masks[first : first + batch.num_rows]
                 for mask in np.unique(here):

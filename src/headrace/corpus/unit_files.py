@@ -22,6 +22,7 @@ from headrace.corpus.files import canonical_json
 from headrace.corpus.fingerprints import MinHasher, exact_key, short_key
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -216,6 +217,21 @@ class UnitWriter:
         self._index.close()
         if self._signatures is not None:
             self._signatures.close()
+
+
+def row_groups(
+    path: Path, columns: Sequence[str] | None = None
+) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """Row groups of a file of this package, each with the number of its first row.
+
+    They are the batches in which it was written, so that one is always small enough to hold.
+    """
+    first = 0
+    with pq.ParquetFile(path) as file:
+        for number in range(file.num_row_groups):
+            for batch in file.read_row_group(number, columns=columns).combine_chunks().to_batches():
+                yield first, batch
+                first += batch.num_rows
 
 
 def document_bytes(place: Path) -> NDArray[np.int64]:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from headrace.corpus.files import file_sha256, hash_of, is_whole, whole_folder
 from headrace.corpus.tokenizer import (
@@ -18,7 +17,7 @@ from headrace.corpus.tokenizer import (
     find_tokenizer_file,
     train_tokenizer,
 )
-from headrace.corpus.unit_files import document_bytes
+from headrace.corpus.unit_files import document_bytes, row_groups
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -91,9 +90,6 @@ def _training_rows(
 
 def _texts(units: list[IndexedUnit], chosen: list[NDArray[np.bool_]]) -> Iterator[str]:
     for unit, rows in zip(units, chosen, strict=True):
-        first = 0
-        with pq.ParquetFile(unit.place / "documents.parquet") as file:
-            for batch in file.iter_batches(512, columns=["text"]):
-                wanted = np.flatnonzero(rows[first : first + batch.num_rows])
-                yield from batch.column(0).take(pa.array(wanted)).to_pylist()
-                first += batch.num_rows
+        for first, batch in row_groups(unit.place / "documents.parquet", ["text"]):
+            wanted = np.flatnonzero(rows[first : first + batch.num_rows])
+            yield from batch.column(0).take(pa.array(wanted)).to_pylist()

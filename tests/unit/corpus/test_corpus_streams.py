@@ -6,6 +6,7 @@ import bz2
 import gzip
 import itertools
 import lzma
+import random
 import tracemalloc
 from typing import TYPE_CHECKING
 
@@ -62,6 +63,27 @@ def test_frames_that_zstd_skips_hold_nothing(tmp_path: Path) -> None:
     path.write_bytes(note + frame(TEXT) + note + frame(b"more\n") + note)
     assert compression_of(path) == "zstd"
     assert content(path) == TEXT + b"more\n"
+
+
+@pytest.mark.parametrize("kind", ["gzip", "bzip2", "zstd"])  # xz makes a window for each
+def test_a_file_of_many_members_is_read_in_bounded_memory(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "file"
+    members = [random.Random(i).randbytes(9000) for i in range(1000)]
+    path.write_bytes(b"".join(map(COMPRESS[kind], members)))
+    tracemalloc.start()
+    try:
+        number = 0
+        held = b""
+        for piece in read_pieces(path):
+            held += piece
+            while len(held) >= 9000:
+                assert held[:9000] == members[number]
+                held, number = held[9000:], number + 1
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert number == 1000
+    assert peak < 2 << 20
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _READ_BYTES = 1 << 20
+_COMPRESSED_BYTES = 1 << 16  # copied on for every member that begins in it
+_MAGIC_BYTES = 6
 _PIECE_BYTES = 4 << 20
 _MAGIC = {
     b"\x1f\x8b": "gzip",
@@ -65,7 +67,7 @@ def _kind_of(head: bytes) -> str | None:
 def compression_of(path: Path) -> str | None:
     """``gzip``, ``zstd``, ``bzip2``, ``xz`` or ``None``, by the first bytes and not the name."""
     with path.open("rb") as file:
-        return _kind_of(file.read(6))
+        return _kind_of(file.read(_MAGIC_BYTES))
 
 
 def foreign_file(path: Path) -> tuple[str, str] | None:
@@ -126,7 +128,7 @@ def read_pieces(path: Path, *, start: int = 0, stop: int | None = None) -> Itera
 def _decompressed(path: Path, kind: str) -> Iterator[bytes]:
     # zstd's object has no output limit. Four bytes can stand for a block of 128 KiB, so that
     # a small input keeps a bomb's burst small.
-    step = 1 << 11 if kind == "zstd" else _READ_BYTES
+    step = 1 << 11 if kind == "zstd" else _COMPRESSED_BYTES
     offset = 0
     broken: tuple[type[Exception], ...] = (zlib.error, OSError, lzma.LZMAError, EOFError)
     if kind == "zstd":
@@ -146,12 +148,12 @@ def _decompressed(path: Path, kind: str) -> Iterator[bytes]:
             if not engine.eof:
                 pending = file.read(step)
                 continue
-            rest = (engine.unused_data or b"") + file.read(step)
-            if not rest.strip(b"\0"):
-                rest = b""
-            elif _kind_of(rest) != kind:
+            # A crawl's file has a member a page: no more is read than tells what comes next.
+            pending = (engine.unused_data or b"").lstrip(b"\0")
+            while len(pending) < _MAGIC_BYTES and (more := file.read(step)):
+                pending = (pending + more).lstrip(b"\0")
+            if pending and _kind_of(pending) != kind:
                 raise BrokenStreamError("corrupt_file", f"{kind}: bytes after the end", offset)
-            pending = rest
             engine = _decompressor(kind)
             if not pending:
                 return

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _BATCH_ROWS = 256
 # What the library raises on damage, besides its own: names that are no text, sizes that are none.
 _DAMAGE = (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError, TypeError, KeyError)
+_READ_BYTES = 1 << 20
 _BATCH_BYTES = 4 << 20  # of columns as the file states their size; a batch is held as objects too
 
 
@@ -54,7 +55,8 @@ def read_parquet(
     """Rows of a Parquet part."""
     context.num_positions = 0  # rows are numbered through the file
     try:
-        file = pq.ParquetFile(part.file.path)
+        # With a buffer a column is read as it goes, not in whole row groups.
+        file = pq.ParquetFile(part.file.path, buffer_size=_READ_BYTES)
         names = file.schema_arrow.names
         groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
     except _DAMAGE as error:
