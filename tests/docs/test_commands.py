@@ -45,6 +45,9 @@ SMALLER = {
     ),
     "headrace train recipes/*.yaml*--dry-run": "",
     "headrace train recipes/tiny-cpu.yaml*": TINY_TRAIN,
+    "headrace train recipes/*.yaml model_name_or_path=models/tiny *": (
+        "max_length=64 excess_length=split max_steps=1 device=cpu progress=none"
+    ),
     "headrace train published.yaml*base_model*": "max_steps=2 device=cpu progress=none",
     "headrace audit --panel *": FEW_DRAWS,
     "headrace audit recipes/jpx.yaml*": FEW_DRAWS,
@@ -122,6 +125,8 @@ def _fill(folder):
     _panel()
     rows = [{"instruction": f"Add {n}.", "input": "", "output": str(n)} for n in range(20)]
     Path("alpaca.json").write_text(json.dumps(rows))
+    talk = [{"role": "user", "content": "Add."}, {"role": "assistant", "content": "Added."}]
+    Path("talks.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 60)
     published = {
         "base_model": "somebody/base", "datasets": [{"path": "alpaca.json", "type": "alpaca"}],
         "sequence_len": 256, "micro_batch_size": 2, "num_epochs": 1, "learning_rate": 1e-5,

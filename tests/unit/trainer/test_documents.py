@@ -8,11 +8,15 @@ from pathlib import Path
 import pytest
 import yaml
 
+from headrace.cli import main
 from headrace.trainer import resolve, train
 
 ROOT = Path(__file__).parents[3]
 RECIPES = sorted(p for p in (ROOT / "recipes").glob("*.yaml") if "output_dir" in p.read_text())
-TRAINING = [p for p in RECIPES if "datasets" in yaml.safe_load(p.read_text())]
+TINY = ROOT / "recipes" / "tiny-cpu.yaml"
+TRAINING = [
+    p for p in RECIPES if p.stem != "tiny-cpu" and "datasets" in yaml.safe_load(p.read_text())
+]
 
 
 def test_the_tables_of_keys_are_the_configuration():
@@ -21,10 +25,32 @@ def test_the_tables_of_keys_are_the_configuration():
     assert page == generator["generate"](), "run: python docs/generate_training.py"
 
 
-@pytest.mark.parametrize("recipe", TRAINING, ids=lambda p: p.name)
+@pytest.mark.parametrize("recipe", [*TRAINING, TINY], ids=lambda p: p.name)
 def test_recipes_resolve_without_a_note(recipe):
     _, notes = resolve(recipe)
     assert notes == []
+
+
+@pytest.mark.parametrize("recipe", TRAINING, ids=lambda p: p.name)
+def test_a_recipe_fits_the_machine_it_names(recipe, monkeypatch, capsys):
+    """The plan in its first lines, offline, from shipped configurations."""
+    monkeypatch.chdir(ROOT)
+    (command,) = re.findall(r"^#   headrace (plan .*)$", recipe.read_text(), flags=re.MULTILINE)
+    with pytest.raises(SystemExit) as ended:
+        main(command.split())
+    assert ended.value.code == 0
+    assert "\nFITS on " in capsys.readouterr().out
+
+
+def test_recipes_reach_from_a_tenth_of_a_billion_to_120():
+    names = [recipe.name for recipe in TRAINING]
+    for kind in ("continued-pretraining", "sft", "lora", "from-scratch"):
+        assert len([name for name in names if name.startswith(kind)]) >= 2
+    for size in ("135m", "0.6b", "1b", "8b", "14b", "35b", "70b", "120b"):
+        assert any(f"-{size}" in name for name in names), size
+    page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    for name in names:
+        assert f"recipes/{name}" in page, name
 
 
 def test_documented_overrides_resolve():
