@@ -7,7 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from headrace.audit import AuditConfig, EmbeddingSource, from_dict, run_audit, to_dict
+from headrace.audit import (
+    AuditConfig,
+    EmbeddingSource,
+    from_dict,
+    make_panel,
+    run_audit,
+    to_dict,
+)
 from headrace.errors import ConfigError, DataError
 
 
@@ -265,3 +272,39 @@ def test_embeddings_of_different_stacks_are_compared_only_when_forced(clean, qui
 def test_settings_that_cannot_work_are_refused(bad):
     with pytest.raises(ConfigError):
         AuditConfig(**bad)
+
+
+def overlapping(num_sessions, horizon, seed=0, num_entities=8):
+    """Daily rows whose labels cover ``horizon`` days, and vectors that know them up to a cutoff."""
+    rng = np.random.default_rng(seed)
+    moves = rng.standard_t(4, (num_entities, num_sessions + horizon))
+    moves += rng.standard_t(4, num_sessions + horizon)
+    paths = np.concatenate([np.zeros((num_entities, 1)), moves.cumsum(axis=1)], axis=1)
+    labels = (paths[:, horizon:] - paths[:, :-horizon])[:, 1 : num_sessions + 1]
+    unit, session = np.divmod(np.arange(num_entities * num_sessions), num_sessions)
+    dates = np.datetime64("2015-01-01") + np.arange(num_sessions + horizon + 1)
+    panel = make_panel(
+        entity=unit.astype(str), date=dates[session], label_start=dates[session + 1],
+        label_end=dates[session + horizon], y=labels.ravel(),
+    )  # fmt: skip
+    cutoff = int(0.6 * num_sessions)
+    values = rng.standard_normal((num_entities * num_sessions, 8))
+    known = session < cutoff
+    values[known, :2] += 0.5 * (panel.y / panel.y.std())[known, None]
+    return panel, values, str(dates[cutoff - 1])
+
+
+def test_overlapping_labels_leave_enough_blocks_to_find_a_leak(quick):
+    panel, values, cutoff = overlapping(760, 11)
+    model = run_audit(panel, {"m": values}, {"m": cutoff}, config=quick).models[0]
+    assert model.verdict == "knows_the_future"
+    assert model.contamination["entity"].contrast.num_blocks < 20
+
+
+def test_a_leak_that_cannot_be_contrasted_is_not_called_honest_skill(quick):
+    """With too few blocks at the cutoff, skill that may end there must not read as innocence."""
+    panel, values, cutoff = overlapping(760, 15)
+    model = run_audit(panel, {"m": values}, {"m": cutoff}, config=quick).models[0]
+    assert model.verdict == "too_little_data"
+    assert "cannot be tested" in model.summary[0]
+    assert "date blocks" in model.summary[0]
