@@ -92,6 +92,7 @@ def one_panel(changes: dict[str, object], seed: int, *, small: bool) -> Panel:
     contrasts = {
         name: {
             "share": record.contrast.value,
+            "before": record.before.value,
             "p": record.contrast.p_value,
             "p_adjusted": record.contrast.p_adjusted,
             "p_own": record.own.p_value if record.own else None,

@@ -86,7 +86,8 @@ def positive_control(
         cutoff=cutoff,
         planted_share=share,
         detected=any(
-            p <= config.level and not excuse(over.contrast.value, own.p_value)
+            p <= config.level
+            and not excuse(over.contrast.value, before=over.before.value, own_p=own.p_value)
             for (over, own), p in zip(results.values(), adjusted, strict=True)
         ),
         contrasts=figures,

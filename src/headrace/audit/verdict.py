@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 # (benchmarks/audit_calibration.py).
 LEAST_SHARE = 0.002
 
+# The gain before the cutoff must reach that share by itself: what is known helps there. A model
+# that predicts nothing before and, by bad luck, worse than nothing after has the same contrast.
 # The model's own predictions must fall at the cutoff too, if not significantly: untrained twins
 # predict worse than nothing at times, and a model that predicts nothing then gains on them.
 OWN_LEVEL = 0.2
@@ -47,7 +49,8 @@ class Evidence:
             least that would have been seen with 80% probability.
         contrast_p: Holm-adjusted p-value by channel; empty where there was no contrast.
         contrast_own_p: p-value of the contrast of the model's predictions alone, by channel.
-        contrast_share, contrast_detectable: share of var(y).
+        contrast_share, contrast_detectable: share of var(y); ``contrast_before``: the gain before
+            the cutoff.
         contrast_failed: why a channel has no contrast.
         recall: (significant before, significant after); ``None`` without a probe on either side.
         r2_negative: both arms below zero.
@@ -68,6 +71,7 @@ class Evidence:
     contrast_p: dict[Channel, float] = field(default_factory=dict)
     contrast_own_p: dict[Channel, float] = field(default_factory=dict)
     contrast_share: dict[Channel, float] = field(default_factory=dict)
+    contrast_before: dict[Channel, float] = field(default_factory=dict)
     contrast_detectable: dict[Channel, float] = field(default_factory=dict)
     contrast_failed: dict[Channel, str] = field(default_factory=dict)
     recall: tuple[bool, bool] | None = None
@@ -157,17 +161,27 @@ def judge(evidence: Evidence) -> Judgement:
     )
 
 
-def excuse(share: float, own_p: float) -> str:
+def excuse(share: float, *, before: float, own_p: float) -> str:
     """Why a significant contrast of ``share`` of var(y) is no claim, or ""."""
     if share < LEAST_SHARE:
         return f"it is less than {LEAST_SHARE:g}"
+    if before < LEAST_SHARE:
+        return (
+            f"the gain before the cutoff is {before:.2g}, less than {LEAST_SHARE:g}: the model did "
+            "worse after it, not well before"
+        )
     if own_p >= OWN_LEVEL:
         return f"the model's own predictions do not fall at the cutoff (p = {own_p:.2g})"
     return ""
 
 
 def _excuse(evidence: Evidence, channel: Channel) -> str:
-    return excuse(evidence.contrast_share[channel], evidence.contrast_own_p.get(channel, 0.0))
+    share = evidence.contrast_share[channel]
+    return excuse(
+        share,
+        before=evidence.contrast_before.get(channel, share),
+        own_p=evidence.contrast_own_p.get(channel, 0.0),
+    )
 
 
 def _unidentified(evidence: Evidence) -> str:

@@ -98,6 +98,14 @@ def test_a_significant_trifle_is_no_claim():
     assert judge(replace(trifle, skill_p={"common": 0.9})).verdict == "no_detectable_skill"
 
 
+def test_worse_than_nothing_after_the_cutoff_is_no_knowledge_before_it():
+    judgement = judge(replace(KNOWS, contrast_before={"common": 0.0001, "entity": 0.0}))
+    assert judgement.verdict == "skill"
+    assert any("not well before" in caution for caution in judgement.cautions)
+    gained = replace(KNOWS, contrast_before={"common": 0.004, "entity": 0.0})
+    assert judge(gained).verdict == "knows_the_future"
+
+
 def test_a_gain_on_twins_that_predict_worse_than_nothing_is_no_claim():
     """The model's own predictions must fall at the cutoff too."""
     judgement = judge(replace(KNOWS, contrast_own_p={"common": 0.4, "entity": 0.9}))
