@@ -146,10 +146,23 @@ class Executor(Settings):
     options: Mapping[str, Any] = Field(default_factory=dict)  # partition, time, workers, …
 
 
+class BaseModel(Settings):
+    """The model that will be trained further on this corpus; only named, never read."""
+
+    name: str
+    knowledge_cutoff: date | None = None  # the last day it can know of, as its makers say
+
+    @field_validator("knowledge_cutoff", mode="before")
+    @classmethod
+    def _whole_years(cls, value: object) -> object:
+        return whole_year(value, last=True)
+
+
 class TokenizerSettings(Settings):
     """A tokenizer folder or ``tokenizer.json``, or one trained on this corpus."""
 
     path: str | None = None
+    knowledge_cutoff: date | None = None  # of a given one: the last day its vocabulary can know
     train: Literal["bpe"] | None = None
     vocab_size: int = Field(default=32_768, ge=257, le=1_000_000)
     eos_token: str | None = None
@@ -160,10 +173,17 @@ class TokenizerSettings(Settings):
     def _sized(cls, value: object) -> object:
         return parse_bytes(cast("str", value))
 
+    @field_validator("knowledge_cutoff", mode="before")
+    @classmethod
+    def _whole_years(cls, value: object) -> object:
+        return whole_year(value, last=True)
+
     @model_validator(mode="after")
     def _one_way(self) -> TokenizerSettings:
         if (self.path is None) == (self.train is None):
             raise ValueError("give either a path or train: bpe")
+        if self.train is not None and self.knowledge_cutoff is not None:
+            raise ValueError("knowledge_cutoff is for a given tokenizer; one trained here has ours")
         return self
 
 
@@ -181,6 +201,7 @@ class CorpusConfig(Settings):
     checks: Checks = Checks()
     sampling: Sampling = Sampling()
     tokenizer: TokenizerSettings | None = None
+    base_model: BaseModel | None = None
     max_bad_share: Share = 0.05
     max_document_bytes: int = 16 * 2**20
     not_before: date = date(1900, 1, 1)
@@ -215,6 +236,11 @@ class CorpusConfig(Settings):
     @classmethod
     def _whole_years(cls, value: object, info: ValidationInfo) -> object:
         return whole_year(value, last=info.field_name == "not_after")
+
+    @field_validator("base_model", mode="before")
+    @classmethod
+    def _named_model(cls, value: object) -> object:
+        return {"name": value} if isinstance(value, str) else value
 
     @field_validator("tokenizer", mode="before")
     @classmethod

@@ -7,8 +7,10 @@ here it is only weighed.
 from __future__ import annotations
 
 import math
+from datetime import UTC, date
 from typing import TYPE_CHECKING, Any
 
+from headrace.corpus.instants import DAY_US, end_of_day
 from headrace.errors import DataError
 
 if TYPE_CHECKING:
@@ -116,17 +118,31 @@ def judge(config: CorpusConfig, facts: Mapping[str, Any]) -> list[dict[str, Any]
     )
     if facts["tokenizer"] is not None:
         result.append(_budget(config, facts))
-        result.append(
-            _check(
-                "tokenizer_vintage",
-                0.0,
-                None,
-                "off",
-                facts["tokenizer"]["origin"],
-                counts={"vocab_size": facts["tokenizer"]["vocab_size"]},
-            )
-        )
+        given = config.tokenizer.knowledge_cutoff if config.tokenizer is not None else None
+        counts = {"vocab_size": facts["tokenizer"]["vocab_size"]}
+        origin = facts["tokenizer"]["origin"]
+        result.append(_vintage("tokenizer_vintage", origin, given, facts["cutoff_us"], counts))
+    model = config.base_model
+    words = (
+        "no base_model is named; training one further cannot take out what it knows, so only a "
+        "model trained from nothing on this corpus knows no more than it"
+        if model is None
+        else f"{model.name}: training it further on this corpus cannot take out what it knows"
+    )
+    known = None if model is None else model.knowledge_cutoff
+    result.append(_vintage("base_model_vintage", words, known, facts["cutoff_us"], {}))
     return result
+
+
+def _vintage(
+    name: str, words: str, known: date | None, cutoff_us: int, counts: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What else brings knowledge into a model: noted, and a warning where it is later."""
+    if known is None:
+        return _check(name, 0.0, None, "off", words, counts=counts)
+    days = max(0, (end_of_day(known, UTC) - cutoff_us) / DAY_US)
+    late = f", {days:.0f} days after the cutoff" if days else ", not after the cutoff"
+    return _check(name, days, 0.0, "warn", f"{words}; known to {known}{late}", counts=counts)
 
 
 def _bad_input(facts: Mapping[str, Any]) -> dict[str, Any]:

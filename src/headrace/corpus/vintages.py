@@ -170,6 +170,7 @@ def publish_vintages(
             budget=shards.budgets[bit] if shards.budgets else {},
         )
         facts["inputs"] = plan.input_facts()
+        facts["cutoff_us"] = cutoff.instant_us
         vintages.append(Vintage(cutoff=cutoff, bit=bit, facts=facts, checks=judge(config, facts)))
     try:
         refuse_failed([(v.cutoff.name, v.checks) for v in vintages], str(failed / "checks.json"))

@@ -422,6 +422,35 @@ def test_settings_are_refused_before_any_work(build: Any, dated: Path, tmp_path:
         build({**source, "name": "x"}, {**source, "name": "x"})
 
 
+def test_what_a_base_model_and_a_tokenizer_know_is_weighed_against_each_cutoff(
+    build: Any, dated: Path
+) -> None:
+    def statuses(manifest: Manifest, name: str) -> list[str]:
+        return [
+            next(check["status"] for check in vintage.checks if check["name"] == name)
+            for vintage in manifest.vintages
+        ]
+
+    cutoffs = {"a": "2014-12-31", "b": "2016-12-31"}
+    source = {"path": str(dated)}
+    plain = build(source, cutoffs=cutoffs, tokenizer=TOKENIZER)
+    assert statuses(plain, "base_model_vintage") == ["noted", "noted"]
+    assert statuses(plain, "tokenizer_vintage") == ["noted", "noted"]
+    given = {"path": str(plain.path / "a" / "tokenizer"), "knowledge_cutoff": 2015}
+    known = build(
+        source,
+        cutoffs=cutoffs,
+        tokenizer=given,
+        base_model={"name": "mill-1B", "knowledge_cutoff": "2016-12-31"},
+    )
+    assert statuses(known, "base_model_vintage") == ["warned", "passed"]
+    assert statuses(known, "tokenizer_vintage") == ["warned", "passed"]
+    check = next(c for c in known.vintages[0].checks if c["name"] == "base_model_vintage")
+    assert "cannot take out what it knows; known to 2016-12-31, 731 days after" in check["message"]
+    with pytest.raises(ConfigError, match="trained here"):
+        build(source, tokenizer={**TOKENIZER, "knowledge_cutoff": 2015})
+
+
 def test_a_bare_year_is_a_year_and_no_timestamp(build: Any, dated: Path) -> None:
     manifest = build({"path": str(dated), "not_before": 2011}, cutoff=2012, max_bad_share=1)
     assert manifest.cutoff == "2012-12-31T23:59:59.999999Z"
