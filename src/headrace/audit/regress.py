@@ -29,7 +29,7 @@ from headrace.audit.gram import GramBook, Parts, cut_rows
 from headrace.audit.ridge import CrossBook, Heads, Training, without_gaps
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -40,6 +40,7 @@ PENALTIES = (1e1, 1e2, 1e3, 1e4, 1e5, 1e6, np.inf)
 ESTIMATOR_VERSION = "ridge-nested/1"
 _CHUNK_BYTES = 512 << 20  # of cross products
 _BATCH_BYTES = 64 << 20  # of Gram matrices
+_PIECE_BYTES = 128 << 20  # of the targets of test rows
 
 
 class Targets(Protocol):
@@ -97,7 +98,7 @@ class Fold:
 
 @dataclass(frozen=True, kw_only=True)
 class Predictions:
-    """What a fold predicts, for a slice of columns.
+    """What a fold predicts, for some of its rows and a slice of columns.
 
     Attributes:
         fold: position of the fold.
@@ -208,38 +209,56 @@ class _Solver:
             losses[:, position] = yy_WM + linear + square + count_W[:, None] * c_WM**2
         return losses
 
-    def predict(self, folds: Sequence[Fold], chosen_FM: Array) -> list[tuple[Array, Array]]:
-        """Deviations ``(n, M)`` and training means ``(M,)`` of every fold."""
+    def predict(self, folds: Sequence[Fold], chosen_FM: Array) -> Iterator[Predictions]:
+        """Predictions of every fold, many rows in pieces."""
         trains = [fold.train for fold in folds]
-        found = [
-            (np.zeros((len(fold.test), len(mean_M))), mean_M)
-            for fold, mean_M in zip(folds, self._cross.means(self._parts.find(trains)), strict=True)
-        ]
-        fitted = np.flatnonzero(np.isfinite(chosen_FM).any(axis=1))
+        means_FM = self._cross.means(self._parts.find(trains))
+        fitted_F = np.isfinite(chosen_FM).any(axis=1)
+        for f in map(int, np.flatnonzero(~fitted_F)):
+            yield from self._pieces(f, folds[f].test, means_FM[f], chosen_FM[f], [])
+        fitted = [int(f) for f in np.flatnonzero(fitted_F)]
         for batch in self.batches([trains[f] for f in fitted]):
             training = self.training([trains[fitted[position]] for position in batch])
             for b, position in enumerate(batch):
-                f = int(fitted[position])
-                deviation, mean_M = found[f]
+                f = fitted[position]
+                heads = []
                 for penalty in np.unique(chosen_FM[f][np.isfinite(chosen_FM[f])]):
                     columns = np.flatnonzero(chosen_FM[f] == penalty)
                     head = training.heads(float(penalty), only=b, columns=columns)
-                    fitted_nM = self._fitted(training, head, b, folds[f].test, columns)
-                    deviation[:, columns] = fitted_nM - mean_M[columns]
-        return found
+                    feature_mean_PM = training.feature_mean_BPM[b][:, columns]
+                    heads.append((columns, head, feature_mean_PM))
+                yield from self._pieces(f, folds[f].test, means_FM[f], chosen_FM[f], heads)
 
-    def _fitted(
-        self, training: Training, head: Heads, b: int, rows: Rows, columns: NDArray[np.intp]
-    ) -> Array:
-        fitted_nM: Array = self._book.values[rows] @ head.u_BMD[0].T + head.constant_BM[0]
-        if self._targets.num_features:
-            block_KnM = self._targets.block(rows, self._columns)[1:, :, columns]
-            for p, feature_nM in enumerate(block_KnM):
-                # A missing feature counts as the training mean.
-                mean_M = training.feature_mean_BPM[b, p, columns]
-                filled_nM = np.where(np.isnan(feature_nM), mean_M, feature_nM)
-                fitted_nM += filled_nM * head.v_BMP[0, :, p]
-        return fitted_nM
+    def _pieces(
+        self,
+        fold: int,
+        test: Rows,
+        mean_M: Array,
+        chosen_M: Array,
+        heads: Sequence[tuple[NDArray[np.intp], Heads, Array]],
+    ) -> Iterator[Predictions]:
+        size = max(1, _PIECE_BYTES // (8 * (1 + self._targets.num_features) * len(mean_M)))
+        for start in range(0, len(test), size):
+            rows = test[start : start + size]
+            block_KnM = self._targets.block(rows, self._columns)
+            deviation_nM = np.zeros(block_KnM.shape[1:])
+            for columns, head, feature_mean_PM in heads:
+                fitted_nM = self._book.values[rows] @ head.u_BMD[0].T
+                fitted_nM += head.constant_BM[0] - mean_M[columns]
+                for p, feature_nM in enumerate(block_KnM[1:, :, columns]):
+                    # A missing feature counts as the training mean.
+                    filled_nM = np.where(np.isnan(feature_nM), feature_mean_PM[p], feature_nM)
+                    fitted_nM += filled_nM * head.v_BMP[0, :, p]
+                deviation_nM[:, columns] = fitted_nM
+            yield Predictions(
+                fold=fold,
+                rows=rows,
+                columns=self._columns,
+                deviation=deviation_nM,
+                constant=mean_M,
+                target=block_KnM[0],
+                penalty=chosen_M,
+            )
 
 
 def nested_ridge(
@@ -260,7 +279,8 @@ def nested_ridge(
         folds: training and test rows; ``windows`` of a fold choose its penalties.
         windows: inner (training, validation) rows; those that hold the *same* training array
             share its factors.
-        consume: called for each fold and slice of columns; predictions are not kept.
+        consume: called for each fold, piece of its rows and slice of columns; predictions are
+            not kept.
         penalties: candidates; ``numpy.inf`` is "constant only". With one candidate, or a fold
             without windows, nothing is chosen and the last candidate is used.
         parts: :func:`plan_parts` of ``folds`` and ``windows``, where it is at hand.
@@ -278,18 +298,8 @@ def nested_ridge(
             # Ties go to the stronger penalty: the flipped order makes argmin see it first.
             total = losses_WLM[list(fold.windows)].sum(axis=0)[::-1]
             chosen_M[:] = grid[::-1][np.argmin(total, axis=0)]
-        for f, (deviation, mean_M) in enumerate(solver.predict(folds, chosen_FM)):
-            consume(
-                Predictions(
-                    fold=f,
-                    rows=folds[f].test,
-                    columns=columns,
-                    deviation=deviation,
-                    constant=mean_M,
-                    target=targets.block(folds[f].test, columns)[0],
-                    penalty=chosen_FM[f],
-                )
-            )
+        for predicted in solver.predict(folds, chosen_FM):
+            consume(predicted)
 
 
 def plan_parts(num_rows: int, folds: Sequence[Fold], windows: Sequence[tuple[Rows, Rows]]) -> Parts:

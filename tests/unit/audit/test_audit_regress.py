@@ -88,7 +88,7 @@ def test_a_column_does_not_depend_on_its_neighbours():
         )
 
 
-def test_many_columns_are_solved_in_slices_with_the_same_result(monkeypatch):
+def test_many_rows_and_columns_are_solved_in_slices_with_the_same_result(monkeypatch):
     x, targets = draw(120, 10, 1, columns=30)
     fold = Fold(train=np.arange(80), test=np.arange(80, 120), windows=(0,))
 
@@ -104,7 +104,13 @@ def test_many_columns_are_solved_in_slices_with_the_same_result(monkeypatch):
         return got
 
     (whole,) = fit()
+    monkeypatch.setattr("headrace.audit.regress._PIECE_BYTES", 8 * 2 * 30 * 15)
+    pieces = fit()
+    assert [len(piece.rows) for piece in pieces] == [15, 15, 10]
+    joined = np.concatenate([piece.deviation for piece in pieces])
+    np.testing.assert_allclose(joined, whole.deviation, rtol=0, atol=1e-12)
     monkeypatch.setattr("headrace.audit.regress._CHUNK_BYTES", 2_000)
+    monkeypatch.setattr("headrace.audit.regress._PIECE_BYTES", 128 << 20)
     parts = fit()
     assert len(parts) > 3
     sliced = np.concatenate([part.deviation for part in parts], axis=1)
