@@ -8,7 +8,10 @@ import json
 import multiprocessing
 import random
 import shutil
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -94,6 +97,18 @@ def compare(out, whole, num_steps):
 
 def test_a_killed_run_ends_with_the_same_bits(processes, make_config, tmp_path):
     check(processes, make_config, tmp_path, num_steps=15, num_kills=4, seed=0)
+
+
+@pytest.mark.slow
+def test_kills_while_saving_exporting_and_converting():
+    """A few of the kills that ``benchmarks/kills.py`` makes by the hundred."""
+    script = Path(__file__).parents[2] / "benchmarks" / "kills.py"
+    done = subprocess.run(
+        [sys.executable, script, "--kills", "12", "--json"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout)["kills"] == 12
 
 
 @pytest.mark.slow

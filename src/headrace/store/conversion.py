@@ -151,15 +151,19 @@ class WeightNames:
     def to_checkpoint(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Tensors of the model as a checkpoint holds them, in the form that was read.
 
-        Tensors that need no joining or splitting are passed on as they are, without a copy.
+        They come in natural order of their names. Those that need no joining or splitting are
+        passed on as they are, without a copy.
         """
         from transformers.core_model_loading import (  # noqa: PLC0415 - as above
+            dot_natural_key,
             revert_weight_conversion,
         )
 
         self._model._weight_conversions = self._used  # noqa: SLF001 - where transformers keeps it
         written = revert_weight_conversion(self._model, dict(tensors))
-        return {self._replaced(name): tensor for name, tensor in written.items()}
+        # In one order whatever was read: a run that was resumed writes the same bytes.
+        names = sorted(written, key=dot_natural_key)
+        return {self._replaced(name): written[name] for name in names}
 
     def _replaced(self, name: str) -> str:
         for outer, inner in self._places:
