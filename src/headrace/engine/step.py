@@ -224,6 +224,26 @@ class Engine:
             num_idle_experts=routed.num_idle,
         )
 
+    def shrink_waves(self, num_micro_batches: int) -> int | None:
+        """After a step that ran out of device memory: take smaller waves from here on.
+
+        Args:
+            num_micro_batches: of that step.
+
+        Returns:
+            Micro-batches of a wave, with which the same step may be tried again; or None: waves
+            cannot be smaller, or updates were applied before the norm was known, so that the
+            step cannot be repeated exactly.
+        """
+        size = self._waves.size(num_micro_batches)
+        if not self.updater.abandon() or size == 1:
+            return None
+        self._waves.restart(per_wave=size // 2)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+        return size // 2
+
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         """Cross-entropy of ``micro_batches`` without gradients, wave by wave."""
         loss_sum = 0.0

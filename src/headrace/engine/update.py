@@ -234,6 +234,13 @@ class Updater:
             early = UpdateSettings(step=settings.step, learning_rate=settings.learning_rate)
             self._optimizer.invert(chunk, self._arrays[chunk.unit], early)
 
+    def abandon(self) -> bool:
+        """Wait for what a failed step has queued; whether the state is as before that step."""
+        for ticket in (*self._returned, *self.updated):
+            if ticket is not None:
+                ticket.synchronize()
+        return not self._early
+
     def synchronize(self) -> None:
         """Wait until the state holds every queued update."""
         for ticket in self.updated:

@@ -7,6 +7,7 @@ of all waves are summed before a unit's gradient returns, in the last one.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -64,6 +65,17 @@ class Waves:
                 jitter=jitter,
                 tracer=exposure.tracer,
             )
+
+    def size(self, num_micro_batches: int) -> int:
+        """Micro-batches of a wave."""
+        return min(num_micro_batches, self._config.micro_batches_per_wave or num_micro_batches)
+
+    def restart(self, *, per_wave: int) -> None:
+        """Forget a step that failed; the next ones have ``per_wave`` micro-batches a wave."""
+        if self._offload is not None:
+            self._offload.begin()
+        self._windows.restart()
+        self._config = replace(self._config, micro_batches_per_wave=per_wave)
 
     def close(self) -> None:
         """End the lanes."""

@@ -137,6 +137,13 @@ class Windows:
         """End the lane."""
         self._h2d.close()
 
+    def restart(self) -> None:
+        """Wait for what a failed step had sent; every slot may be filled anew."""
+        for slot in (self.embed, self.head, *self.layers):
+            if slot.ready is not None:
+                slot.ready.synchronize()
+            slot.free = Mark.here(self._device)
+
     def fetch_ends(self) -> None:
         """Queue the embedding and the head."""
         embed, head = self._streams_ends

@@ -44,7 +44,7 @@ from headrace.store.shards import (
     write_shards,
 )
 from headrace.store.snapshot import Snapshot
-from headrace.units import GIB
+from headrace.units import GIB, MIB
 
 if TYPE_CHECKING:
     from headrace.models.spec import ModelSpec
@@ -53,14 +53,24 @@ if TYPE_CHECKING:
     from headrace.store.state import ModelState, StateDtype
 
 SHARD_BYTES = 4 * GIB
+_LEAST_COMPANIONS = MIB  # config.json, headrace.json, indices
 
 
-def checkpoint_bytes(spec: ModelSpec, state: ModelState) -> int:
-    """Bytes of weights and optimizer state that a checkpoint writes."""
+def checkpoint_bytes(spec: ModelSpec, state: ModelState, tokenizer: Any = None) -> int:
+    """Bytes of everything that a checkpoint writes.
+
+    Weights, optimizer state and carried tensors (known once the weights were loaded) exactly;
+    configuration, index and record by a bound.
+    """
+    # A fast tokenizer is one JSON file; a slow one's vocabulary is about as long.
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    words = len(backend.to_str().encode()) if backend is not None else 0
+    companions = _LEAST_COMPANIONS + words
     if spec.adapters is None:
-        return state.state_bytes
+        return state.state_bytes + spec.carried.num_bytes + companions
     # A float32 copy, two moments, and the remainder of a split master.
-    return (14 if state.dtype == "bfloat16" else 12) * spec.num_trainable_parameters
+    size = 14 if state.dtype == "bfloat16" else 12
+    return size * spec.num_trainable_parameters + companions
 
 
 def save_checkpoint(

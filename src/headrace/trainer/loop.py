@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from headrace.trainer.failures import MemoryWatch, step_with_retry
 from headrace.trainer.metrics import Meter
 
 if TYPE_CHECKING:
@@ -113,6 +114,7 @@ class TrainingLoop:
         self._log = log
         self._saver = saver
         self._saved = saved
+        self._memory = MemoryWatch(display.say)
         self._stop = stop
         self._evaluation_due = progress.evaluation_due
         self._saved_step = progress.step
@@ -135,6 +137,10 @@ class TrainingLoop:
         while self.step < settings.num_steps and not self._should_end():
             self._one_step()
             self._finish_save(wait=not self._settings.async_save)
+            if (shortage := self._memory.shortage()) is not None:
+                self._save()
+                self._finish_save(wait=True)
+                raise shortage
         if self._saved_step != self.step:
             self._save()
         self._finish_save(wait=True)
@@ -154,10 +160,12 @@ class TrainingLoop:
         self._saver.before_step()
         batch = self._loader.next_step()
         learning_rate = self._schedule(self.step)
-        result = self._engine.step(
+        result = step_with_retry(
+            self._engine,
             batch.micro_batches,
             learning_rate=learning_rate,
             max_grad_norm=self._settings.max_grad_norm,
+            say=self._display.say,
         )
         seconds = time.perf_counter() - started
         self.step += 1

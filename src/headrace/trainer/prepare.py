@@ -117,7 +117,7 @@ def prepare(config: TrainConfig, stack: ExitStack, say: Say) -> Prepared:
         check_same_model(checkpoint, spec, state)
     if device.type == "cpu" and state.state_bytes >= heap.LARGE_STATE_BYTES:
         heap.map_large_blocks()
-    size = checkpoint_bytes(spec, state)
+    size = checkpoint_bytes(spec, state, tokenizer)
     preflight.check_disk(config, checkpoint_bytes=size, num_saves=1, first_step=first_step)
     loader, eval_sets = open_data(
         config,
@@ -129,14 +129,15 @@ def prepare(config: TrainConfig, stack: ExitStack, say: Say) -> Prepared:
     stack.callback(loader.close)
     settings = loop_settings(config, loader.steps_per_epoch)
     schedule = Schedule(config.schedule_settings(settings.num_steps))
-    preflight.check_disk(
-        config,
-        checkpoint_bytes=size,
-        num_saves=_num_saves(settings, loader.steps_per_epoch, first_step),
-        first_step=first_step,
-    )
+    num_saves = _num_saves(settings, loader.steps_per_epoch, first_step)
+    preflight.check_disk(config, checkpoint_bytes=size, num_saves=num_saves, first_step=first_step)
     progress = _progress(config, saved, checkpoint, loader, say)
     _load_weights(config, spec, state, checkpoint, say)
+    if spec.carried.names:  # known only now
+        size = checkpoint_bytes(spec, state, tokenizer)
+        preflight.check_disk(
+            config, checkpoint_bytes=size, num_saves=num_saves, first_step=first_step
+        )
     return Prepared(
         config=config,
         device=device,

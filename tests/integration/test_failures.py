@@ -1,0 +1,99 @@
+"""Failures under load: the run ends with the reason, and the last checkpoint is whole."""
+
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+from transformers import TrainerCallback
+
+from headrace.engine.host_optimizer import HostOptimizer
+from headrace.engine.passes import Passes
+from headrace.errors import CapacityError, LaneError
+from headrace.store.checkpoint import latest_checkpoint
+from headrace.store.host_memory import host_memory
+from headrace.trainer import failures, train
+
+
+def same_weights(a, b):
+    found, expected = (load_file(folder / "model.safetensors") for folder in (a, b))
+    return all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_lane_that_raises(run_config, tmp_path, monkeypatch):
+    """In the middle of step 6: checkpoint 4 stays, and the run goes on to the same bits."""
+    whole = run_config(output_dir=str(tmp_path / "whole"), save_strategy="steps", save_steps=2)
+    update = HostOptimizer.update
+
+    def failing(self, chunk, gradient, settings):
+        if settings.step == 6 and chunk.unit == 1:
+            raise OSError("the bus is gone")
+        return update(self, chunk, gradient, settings)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HostOptimizer, "update", failing)
+        with pytest.raises(LaneError, match="update lane failed: OSError: the bus is gone"):
+            run_config(save_strategy="steps", save_steps=2)
+    assert latest_checkpoint(tmp_path / "run").name == "checkpoint-4"
+    result = run_config(save_strategy="steps", save_steps=2, resume_from_checkpoint="auto")
+    assert same_weights(result.checkpoint, whole.checkpoint)
+
+
+def test_a_gpu_out_of_memory_in_step_3(make_config, tmp_path, monkeypatch, capsys):
+    """It says that smaller waves are taken, and trains on."""
+    backward, calls = Passes.layer_backward, []
+
+    def failing(self, *args, **kwargs):
+        calls.append(None)
+        if len(calls) == 2 * 4 + 3:  # two layers, two micro-batches
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return backward(self, *args, **kwargs)
+
+    monkeypatch.setattr(Passes, "layer_backward", failing)
+    result = train(make_config(progress="lines"), console=Console(width=300))
+    assert (result.status, result.step) == ("finished", 8)
+    said = capsys.readouterr().out
+    assert "out of device memory in update 3" in said
+    assert "engine.micro_batches_per_wave: 1" in said
+
+
+class Shrinks(TrainerCallback):
+    """Takes memory away from the host at step 3, and nearly all of it at step 5."""
+
+    def __init__(self, monkeypatch):
+        self.left = 1.0
+        monkeypatch.setattr(failures, "host_memory", self.read)
+
+    def read(self):
+        found = host_memory()
+        limit = 1 << 40
+        return replace(
+            found, override=None, total=limit, cgroup_limit=None, cgroup_available=None,
+            mem_available=int(self.left * limit),
+        )  # fmt: skip
+
+    def on_step_end(self, args, state, control, **_):
+        self.left = {3: 0.02, 4: 0.01, 5: 0.001}.get(state.global_step, self.left)
+
+
+def test_host_memory_near_its_limit(make_config, tmp_path, monkeypatch, capsys):
+    """It warns once, then saves and ends before the kernel does."""
+    watch = Shrinks(monkeypatch)
+    config = make_config(progress="lines")
+    with pytest.raises(CapacityError, match=r"1\.02 GiB of 1\.00 TiB of host memory are left"):
+        train(config, callbacks=[watch], console=Console(width=400))
+    assert capsys.readouterr().out.count("below 0.5% the run saves and ends") == 1
+    assert latest_checkpoint(tmp_path / "run").name == "checkpoint-5"
+
+
+def test_a_disk_that_would_fill_up(run_config, tmp_path, monkeypatch):
+    """The tokenizer's and the configuration's files count too."""
+    result = run_config(max_steps=1)
+    written = sum(f.stat().st_size for f in result.checkpoint.iterdir())
+    assert written > result.state_bytes
+    usage = shutil.disk_usage(tmp_path)._replace(free=written - 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage)
+    with pytest.raises(CapacityError, match="checkpoints need 1 x"):
+        run_config(max_steps=1, output_dir=str(tmp_path / "other"))
