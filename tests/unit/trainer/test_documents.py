@@ -53,6 +53,21 @@ def test_recipes_reach_from_a_tenth_of_a_billion_to_120():
         assert f"recipes/{name}" in page, name
 
 
+@pytest.mark.parametrize("depth", [12, 20, 26])
+def test_dated_recipes_follow_their_rule(depth):
+    config, _ = resolve(ROOT / "recipes" / f"dated-d{depth}.yaml")
+    model = config.scratch_config
+    width = 64 * depth
+    assert (model["hidden_size"], model["num_hidden_layers"]) == (width, depth)
+    assert model["num_attention_heads"] * model["head_dim"] == width
+    assert model["num_attention_heads"] == model["num_key_value_heads"]
+    assert model["intermediate_size"] == -(-8 * width // 3 // 128) * 128
+    rows = config.per_device_train_batch_size * config.gradient_accumulation_steps
+    tokens = config.max_steps * rows * config.max_length
+    assert tokens == pytest.approx(20 * read_architecture(model).num_parameters, rel=0.02)
+    assert config.learning_rate == pytest.approx(3e-3 * (width / 768) ** -0.5, rel=0.005)
+
+
 def test_documented_overrides_resolve():
     text = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
     found = re.findall(r"^headrace train (recipes/\S+)((?: \S+=\S+)+)$", text, flags=re.MULTILINE)
