@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from headrace.cli import main
+from headrace.plan.architecture import read_architecture
 from headrace.trainer import resolve, train
 
 ROOT = Path(__file__).parents[3]
