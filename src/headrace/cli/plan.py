@@ -91,6 +91,7 @@ def plan(
     from headrace.plan.predict import predict
     from headrace.plan.render import render
     from headrace.plan.source import find_model, inline_model, read_training_yaml
+    from headrace.plan.vocabulary import with_vocabulary
 
     if list_models or list_gpus:
         _list(models=list_models, gpus=list_gpus)
@@ -130,7 +131,13 @@ def plan(
         tokens=tokens,
         price=price,
     )
-    source = find_model(named) if isinstance(named, str) else inline_model(str(config), named)
+    if isinstance(named, str):
+        source = find_model(named)
+    else:
+        sized, said = with_vocabulary(named, settings.get("tokenizer_name_or_path"))
+        if said is not None:
+            typer.echo(f"{config}: {said}", err=True)
+        source = inline_model(str(config), sized)
     result = predict(source, job, machine)
     if json:
         from json import dumps
@@ -229,6 +236,7 @@ def _job(settings: dict[str, Any], num_gpus: int, **options: Any) -> Job:
             else "off",
             "num_checkpoints": int(settings.get("save_total_limit") or 1),
             "activations": engine.get("activations"),
+            "async_save": bool(settings.get("async_save", True)),
         }
         if engine.get("micro_batches_per_wave"):
             values["waves"] = max(1, -(-steps // int(engine["micro_batches_per_wave"])))

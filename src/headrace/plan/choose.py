@@ -104,7 +104,13 @@ def choose(model: Architecture, job: Job, machine: Machine, features: Features) 
 
 
 def _more_host(machine: Machine, choice: Choice) -> Machine:
-    need = choice.need.host_bytes + (choice.need.device_bytes if machine.is_cpu else 0)
+    """The least host memory with which a choice fits, state that the cards cannot hold included."""
+    need = choice.need.host_bytes
+    if machine.is_cpu:
+        need += choice.need.device_bytes
+    else:
+        over = max(0, choice.need.device_bytes - usable_device(machine)) * machine.num_gpus
+        need += min(over, choice.need.spilled)
     gib = -(-round(need / (1 - HOST_SLACK)) // GIB) + 1
     return replace(machine, host_bytes=Rate(value=float(gib * GIB), origin="given"))
 
@@ -173,7 +179,7 @@ def _candidates(
                     machine,
                     base,
                 )
-    if "host" in at.over:
+    if "host" in at.over or at.need.spilled:
         larger = _more_host(machine, at)
         assert larger.host_bytes is not None
         size = round(larger.host_bytes.value / GIB)

@@ -31,9 +31,7 @@ class Features:
     selective_keep: bool
 
 
-THIS_VERSION = Features(
-    moments=("float32",), state_on_device=False, max_gpus=1, selective_keep=True
-)
+THIS_VERSION = Features(moments=("float32",), state_on_device=True, max_gpus=1, selective_keep=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +56,7 @@ class Job:
         weight_slots: layer windows on the device.
         gradient_slots: gradient buffers of a layer on the device.
         loss_chunk_tokens: tokens whose logits exist at a time.
+        async_save: checkpoints are written while training goes on.
         lora_rank: train adapters of this rank on every linear layer, and the model not; None
             trains the model.
     """
@@ -77,6 +76,7 @@ class Job:
     weight_slots: int = 3
     gradient_slots: int = 2
     loss_chunk_tokens: int = 1024
+    async_save: bool = True
     lora_rank: int | None = None
 
     def __post_init__(self) -> None:

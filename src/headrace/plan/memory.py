@@ -126,6 +126,17 @@ def _host_items(model: Architecture, job: Job, *, cpu: bool) -> list[Item]:
                 formula=f"{width} x {whole:,} (no remainder, no moments)",
             )
         )
+    saves = []
+    if job.async_save:
+        # A unit that is updated before it was written is copied; adapters save as they are.
+        largest = max(_largest_trained(model, job), model.num_embedding if not frozen else 0)
+        saves.append(
+            Item(
+                kind="saves",
+                num_bytes=state_bytes(largest, job.moments),
+                formula=f"{4 + moment:g} x {largest:,}: the state of the largest unit",
+            )
+        )
     return [
         *frozen,
         Item(kind="master weights", num_bytes=4 * count, formula=f"4 x {count:,} ({master})"),
@@ -139,6 +150,7 @@ def _host_items(model: Architecture, job: Job, *, cpu: bool) -> list[Item]:
             num_bytes=gradient * count,
             formula=f"{gradient} x {count:,}, held until the norm of all is known",
         ),
+        *saves,
         Item(kind="process", num_bytes=runtime, formula="allowance for torch and drivers"),
     ]
 
