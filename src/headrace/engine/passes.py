@@ -303,9 +303,14 @@ class Passes:
             return self._run_tail(tail, hidden_BTD)
 
     def head_loss(
-        self, head_slot: Slot, embed_slot: Slot, hidden_BTD: torch.Tensor, batch: DeviceBatch
+        self,
+        head_slot: Slot,
+        embed_slot: Slot,
+        hidden_BTD: torch.Tensor,
+        batch: DeviceBatch,
+        chunk_loss: ChunkLoss | None = None,
     ) -> torch.Tensor:
-        """Summed cross-entropy (float64 scalar), no gradients."""
+        """Summed cross-entropy (float64 scalar), no gradients; ``chunk_loss`` may look on."""
         tail, weight_VD, bias_V = self._head_parts(head_slot, embed_slot)
         with torch.no_grad():
             hidden_ND = self._head_input(tail, hidden_BTD)
@@ -318,7 +323,7 @@ class Passes:
             chunk_tokens=self._loss_chunk_tokens,
             weight_grad_VD=None,
             with_hidden_grad=False,
-            chunk_loss=self._chunk_loss,
+            chunk_loss=chunk_loss or self._chunk_loss,
         )
         return loss
 

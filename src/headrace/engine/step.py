@@ -32,6 +32,7 @@ from headrace.engine.waves import Waves
 from headrace.engine.windows import Exposure, Windows
 from headrace.errors import ConfigError, DataError
 from headrace.models.capture import CallCapture
+from headrace.models.scores import ScoreRecorder, TokenScores
 from headrace.models.templates import Templates
 
 if TYPE_CHECKING:
@@ -255,6 +256,17 @@ class Engine:
         num_supervised = sum(batch.num_supervised_tokens for batch in micro_batches)
         self._windows.release_ends()
         return EvalResult(loss_sum=loss_sum, num_supervised_tokens=num_supervised)
+
+    def score(self, micro_batches: Sequence[MicroBatch]) -> list[TokenScores]:
+        """Log-probability of every target of each micro-batch, without gradients."""
+        scores = []
+        for batches, hidden in self._waves.forward_only(micro_batches):
+            for batch, hidden_BTD in zip(batches, hidden, strict=True):
+                windows, seen = self._windows, ScoreRecorder(self.spec.logit_rule)
+                self._passes.head_loss(windows.head, windows.embed, hidden_BTD, batch, seen)
+                scores.append(seen.result(batch.targets_BT.shape))
+        self._windows.release_ends()
+        return scores
 
     def hidden_states(
         self,

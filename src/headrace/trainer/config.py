@@ -219,7 +219,8 @@ class TrainConfig(DataKeys, ModelKeys):
                 "eval_steps when something happens",
                 remedy="max_steps: 1000, save_strategy: steps, eval_steps: 100",
             )
-        if self.early_stopping_patience is not None and self.evaluates == "no":
+        stops_early = self.early_stopping_patience is not None
+        if stops_early and not (self.has_eval_sets and self.evaluates != "no"):
             raise ConfigError(
                 "early_stopping_patience has no effect without an evaluation",
                 remedy="give eval_datasets or val_set_size, or remove it",

@@ -27,6 +27,12 @@ class DataKeys(BaseModel):
     """What to evaluate on, each reported under its name."""
     val_set_size: float = Field(default=0.0, ge=0)
     """Documents of datasets held out to evaluate on: a share of them below 1, else a number."""
+    lm_eval_tasks: list[str] = Field(default_factory=list)
+    """Tasks of lm-evaluation-harness to score on the live weights at every evaluation."""
+    lm_eval_limit: int | None = Field(default=None, ge=1)
+    """Examples of each task; all by default."""
+    lm_eval_include_path: str | None = None
+    """Folder of tasks of your own."""
     max_length: int = Field(default=1024, ge=2)
     """Tokens a row can hold."""
     packing: bool = True
@@ -84,9 +90,14 @@ class DataKeys(BaseModel):
         return any(source.streaming for source in self.datasets)
 
     @property
+    def has_eval_sets(self) -> bool:
+        """Whether there are documents to evaluate on."""
+        return bool(self.eval_datasets or self.val_set_size)
+
+    @property
     def can_evaluate(self) -> bool:
         """Whether there is anything to evaluate on."""
-        return bool(self.eval_datasets or self.val_set_size)
+        return self.has_eval_sets or bool(self.lm_eval_tasks)
 
     def row_settings(self) -> RowSettings:
         """How documents become rows."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from headrace.data.evaluation import EvalSet
     from headrace.data.loader import LoaderSettings, RowSet
     from headrace.engine import Engine
+    from headrace.trainer.harness import Harness
 
 _LARGEST_LOG = 700.0  # exp of more is not a float
 
@@ -32,6 +33,7 @@ class Evaluator:
         sets: the datasets.
         settings: their batches.
         rows_per_step: rows of a training step.
+        harness: scores benchmarks, if any are asked for.
     """
 
     def __init__(
@@ -41,8 +43,10 @@ class Evaluator:
         settings: LoaderSettings,
         *,
         rows_per_step: int,
+        harness: Harness | None = None,
     ) -> None:
         self._engine = engine
+        self._harness = harness
         self._sets = sets
         self._settings = settings
         # As many rows at a time as a step takes, so that evaluation needs no more memory.
@@ -64,10 +68,10 @@ class Evaluator:
                     by_month[month] += part
             self.losses[dataset.label] = own.mean
             whole += own
-        figures: dict[str, Any] = {
-            "eval_loss": whole.mean,
-            "eval_perplexity": _perplexity(whole.mean),
-        }
+        figures: dict[str, Any] = {}
+        if self._sets:
+            figures["eval_loss"] = whole.mean
+            figures["eval_perplexity"] = _perplexity(whole.mean)
         if len(self.losses) > 1:
             figures |= {f"eval_{label}_loss": loss for label, loss in self.losses.items()}
         if by_month:
@@ -76,6 +80,8 @@ class Evaluator:
             figures["eval_perplexity_by_month"] = {
                 month: _perplexity(found.mean) for month, found in months
             }
+        if self._harness is not None:
+            figures |= self._harness.run()
         figures["eval_seconds"] = time.perf_counter() - started
         return figures
 

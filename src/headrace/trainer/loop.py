@@ -233,9 +233,11 @@ class TrainingLoop:
         flat["epoch"] = row["epoch"]
         self._callbacks.state.log_history.append({"step": self.step, **flat})
         self._callbacks.fire("on_log", logs=flat)
-        if "eval_loss" in row:
-            evaluated = {k: v for k, v in flat.items() if k.startswith("eval_") or k == "epoch"}
+        if "eval_seconds" in row:
+            kinds = ("eval_", "lm_eval_", "epoch")
+            evaluated = {k: v for k, v in flat.items() if k.startswith(kinds)}
             self._callbacks.fire("on_evaluate", metrics=evaluated)
+        if "eval_loss" in row:
             best = self._callbacks.state.best_metric
             if best is None or row["eval_loss"] < best:
                 self._callbacks.state.best_metric = row["eval_loss"]

@@ -19,6 +19,7 @@ from headrace.store.state import ModelState
 from headrace.trainer import heap, model_checks, preflight
 from headrace.trainer.adapters import describe, load_adapters
 from headrace.trainer.datasets import open_data
+from headrace.trainer.harness import check_harness
 from headrace.trainer.loop import LoopSettings
 from headrace.trainer.metrics import Meter
 from headrace.trainer.place import place
@@ -103,6 +104,7 @@ def prepare(config: TrainConfig, stack: ExitStack, say: Say) -> Prepared:
     rates = peaks(device)
     preflight.check_files(config)
     tokenizer = preflight.load_tokenizer(config)
+    check_harness(config, tokenizer)
     spec = model_checks.take_apart(config, preflight.load_model_config(config, tokenizer))
     _prove(spec, say)
     model_checks.check_lengths(config, spec, tokenizer)

@@ -23,6 +23,7 @@ from headrace.trainer.callbacks import Callbacks
 from headrace.trainer.config import TrainConfig, resolve
 from headrace.trainer.display import make_display
 from headrace.trainer.evaluate import Evaluator
+from headrace.trainer.harness import Harness
 from headrace.trainer.loop import TrainingLoop
 from headrace.trainer.metrics import MetricsLog
 from headrace.trainer.prepare import prepare
@@ -191,6 +192,9 @@ class _Session:
                     prepared.eval_sets,
                     prepared.eval_settings,
                     rows_per_step=prepared.loader.settings.rows_per_step,
+                    harness=Harness(self._engine, prepared.tokenizer, prepared.config)
+                    if prepared.config.lm_eval_tasks
+                    else None,
                 ),
                 flops=partial(step_flops, prepared.spec),
                 peaks=prepared.peaks,
