@@ -1,12 +1,15 @@
 """Checkpoints written while training goes on: the same files, told when they are complete."""
 
 import errno
+import json
 import os
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
@@ -58,6 +61,32 @@ def test_checkpoints_are_those_of_a_run_that_waits(run_config, tmp_path, monkeyp
         for r in (result, waited)
     ]
     assert rows[0] == rows[1]
+
+
+def test_a_slow_writer_times_nothing_out(run_config, tmp_path, monkeypatch):
+    """Pitfall 21. A save lasts longer than every timeout: no collective is made, no lane gives up.
+
+    The process group would end after 2 s, a lane after half of one; a save takes more than 2.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timedelta(seconds=2))
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=2))
+
+    def refused(*_args, **_kwargs):
+        raise AssertionError("a collective")
+
+    try:
+        slow_reads(monkeypatch, 0.3)
+        for name in ("barrier", "all_reduce", "all_gather", "gather_object", "broadcast"):
+            monkeypatch.setattr(dist, name, refused)
+        result = run_config(
+            save_strategy="steps", save_steps=2, max_steps=4, async_save_memory=0,
+            engine={"lane_timeout_seconds": 0.5, "chunk_bytes": 4096},
+        )  # fmt: skip
+    finally:
+        dist.destroy_process_group()
+    record = json.loads((result.output_dir / "run.json").read_text())
+    assert record["save_stall_seconds"] > 2  # four units, twice
+    assert find_problem(result.checkpoint) is None
 
 
 def test_a_disk_that_fills_up_ends_the_run(run_config, tmp_path, monkeypatch):

@@ -23,6 +23,7 @@ from headrace.store.checkpoint import (
 from headrace.store.loading import initialise
 from headrace.store.state import ModelState
 from headrace.trainer.export import export_checkpoint
+from headrace.trainer.export_dtype import export_as
 
 _WATCHED = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir")
 
@@ -133,6 +134,28 @@ def test_export_is_a_model_folder_with_equal_logits(run, tmp_path, capsys):
     assert earlier.checkpoint.name == "checkpoint-4"
 
 
+def test_export_of_the_master_weights(run, tmp_path, capsys):
+    """float32 is the split master joined, to the last bit; bfloat16 is that rounded to even."""
+    spec = ModelSpec.from_config(AutoConfig.from_pretrained(run.checkpoint))
+    state = ModelState(spec.units, "bfloat16")
+    load_checkpoint(run.checkpoint, spec, state)
+    for dtype in ("float32", "bfloat16"):
+        with pytest.raises(SystemExit) as end:
+            main(["export", str(run.output_dir), str(tmp_path / dtype), "--dtype", dtype])
+        assert end.value.code == 0, capsys.readouterr().err
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / dtype, dtype="auto")
+        assert model.dtype == getattr(torch, dtype)
+        weights = model.state_dict()
+        for unit in state.units:
+            for param in unit.layout.params:
+                expected = unit.master(param).to(model.dtype)
+                assert torch.equal(weights[param.name], expected)
+        assert AutoTokenizer.from_pretrained(tmp_path / dtype).eos_token == "<eos>"
+    working = load_file(run.checkpoint / "model.safetensors")["model.embed_tokens.weight"]
+    master = load_file(tmp_path / "float32" / "model.safetensors")["model.embed_tokens.weight"]
+    assert not torch.equal(working.float(), master)
+
+
 def test_export_refuses_what_it_cannot_do(run, tmp_path, monkeypatch):
     taken = tmp_path / "taken"
     taken.mkdir()
@@ -211,6 +234,10 @@ def test_saving_and_exporting_take_less_than_a_unit(tiny_model, tmp_path):
     assert save < unit
     assert _peak_above(lambda: export_pretrained(spec, state, tmp_path / "a")) < unit
     assert _peak_above(lambda: export_checkpoint(tmp_path, tmp_path / "b")) < unit
-    for folder in ("a", "b"):
+    # A unit is put together, and its float32 copy is written.
+    file_pages = (tmp_path / "checkpoint-1" / "model.safetensors").stat().st_size
+    peak = _peak_above(lambda: export_as(tmp_path, tmp_path / "c", dtype="float32"))
+    assert peak - file_pages < 2 * unit
+    for folder in ("a", "b", "c"):
         model = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
         assert model.num_parameters() == spec.num_parameters

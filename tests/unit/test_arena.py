@@ -95,6 +95,7 @@ def test_closed_and_empty_arenas():
 
 
 def test_what_does_not_fit_is_refused_with_the_arithmetic(monkeypatch):
+    """Pitfall 14. The kernel would end the process: an error before a page is touched."""
     monkeypatch.setattr(arena_module, "host_memory", lambda: memory(mem_available=2 * GIB))
     before = resident_bytes()
     with pytest.raises(CapacityError) as caught:
@@ -202,6 +203,7 @@ def test_a_refused_registration_is_an_error_with_sizes(cuda):
 
 
 def test_a_refused_mapping_is_an_error(monkeypatch):
+    """Pitfall 14. The allocator itself fails."""
     monkeypatch.setattr(arena_module, "host_memory", lambda: memory(mem_available=1 << 62))
     with pytest.raises(CapacityError, match="refuses to map"):
         Arena(1 << 60, name="test")

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 from headrace.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import torch
     from torch import nn
+
+    from headrace.store.layout import UnitLayout
 
 # Where a checkpoint of several modalities keeps its language model, and its place in the causal
 # LM alone: (in the file, in the model).
@@ -170,3 +172,13 @@ class WeightNames:
             if name.startswith(inner):
                 return outer + name.removeprefix(inner)
         return name
+
+
+def pieces_by_unit(pieces: Iterable[Piece], units: Sequence[UnitLayout]) -> list[list[Piece]]:
+    """The pieces that make up every unit; a tied head's makes up none."""
+    place = {p.name: i for i, layout in enumerate(units) for p in layout.params}
+    found: list[list[Piece]] = [[] for _ in units]
+    for piece in pieces:
+        if piece.name in place:
+            found[place[piece.name]].append(piece)
+    return found

@@ -73,6 +73,21 @@ class UnitState:
         if not on_device:
             self.arrays = HostArrays(weights, remainder, exp_avg, exp_avg_sq)
 
+    @classmethod
+    def empty(cls, layout: UnitLayout, dtype: StateDtype, device: str = "cpu") -> UnitState:
+        """Zeros in memory of its own; on the meta device types and shapes alone."""
+        split = dtype == "bfloat16"
+        n = layout.num_trainable
+        working = torch.bfloat16 if split else torch.float32
+        return cls(
+            layout,
+            torch.zeros(layout.size, dtype=working, device=device),
+            torch.zeros(n, dtype=torch.int16, device=device) if split else None,
+            torch.zeros(n, device=device),
+            torch.zeros(n, device=device),
+            on_device=device != "cpu",
+        )
+
     @property
     def num_bytes(self) -> int:
         """Of all planes, alignment included."""

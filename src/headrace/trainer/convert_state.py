@@ -17,6 +17,7 @@ from headrace.errors import CheckpointError
 from headrace.models.building import load_config
 from headrace.models.spec import ModelSpec
 from headrace.store.checkpoint import write_checkpoint
+from headrace.store.conversion import pieces_by_unit
 from headrace.store.state import UnitState
 from headrace.trainer.convert import ConvertResult, check_room, find_config, place_weights
 from headrace.trainer.resume import converted_state
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from headrace.store.conversion import Piece
-    from headrace.store.layout import UnitLayout
     from headrace.store.state import StateDtype
     from headrace.trainer.sharded_source import Place, ShardedSource
 
@@ -102,12 +102,8 @@ class _ShardedState:
         pieces, _ = spec.weight_names.plan(found.weights)
         if not spec.weight_names.is_converted:
             spec.weight_names = spec.weight_names.in_default_form()
-        unit_of = {p.name: i for i, layout in enumerate(spec.units) for p in layout.params}
-        self._pieces: list[list[Piece]] = [[] for _ in spec.units]
-        for piece in pieces:
-            if piece.name in unit_of:  # a tied head is not
-                self._pieces[unit_of[piece.name]].append(piece)
-        self.described = [_empty_unit(layout, dtype, "meta") for layout in spec.units]
+        self._pieces = pieces_by_unit(pieces, spec.units)
+        self.described = [UnitState.empty(layout, dtype, "meta") for layout in spec.units]
         self._current: tuple[int, UnitState] | None = None
 
     def unit(self, index: int) -> UnitState:
@@ -123,7 +119,7 @@ class _ShardedState:
         self._current = None
 
     def _read(self, index: int) -> UnitState:
-        unit = _empty_unit(self._spec.units[index], self.dtype, "cpu")
+        unit = UnitState.empty(self._spec.units[index], self.dtype)
         params = {param.name: param for param in unit.layout.params}
         planes = {"exp_avg": unit.exp_avg, "exp_avg_sq": unit.exp_avg_sq}
         for piece in self._pieces[index]:
@@ -139,20 +135,6 @@ class _ShardedState:
     def _made(self, piece: Piece, kind: str) -> dict[str, torch.Tensor]:
         places = self._places[kind]
         return piece.read(lambda key: places[key].read(), self._spec.model, self._spec.config)
-
-
-def _empty_unit(layout: UnitLayout, dtype: StateDtype, device: str) -> UnitState:
-    split = dtype == "bfloat16"
-    n = layout.num_trainable
-    weights = torch.bfloat16 if split else torch.float32
-    return UnitState(
-        layout,
-        torch.zeros(layout.size, dtype=weights, device=device),
-        torch.zeros(n, dtype=torch.int16, device=device) if split else None,
-        torch.zeros(n, device=device),
-        torch.zeros(n, device=device),
-        on_device=device != "cpu",
-    )
 
 
 def _moments(found: ShardedSource, spec: ModelSpec) -> dict[str, Mapping[str, Place]]:

@@ -51,7 +51,7 @@ def ids_of(steps):
 
 
 def test_resume_replays_or_skips_data(make_set):
-    """Two stops inside epoch 2 give the same stream of rows as none."""
+    """Pitfall 26. Two stops inside epoch 2 give the same stream of rows as none."""
     sets = [make_set([6] * 11, max_length=8), make_set([9, 2, 5] * 4, max_length=8)]
     settings = LoaderSettings(micro_batch_size=2, accumulation=2)
     whole = take(TrainLoader(sets, settings, seed=3), 20)
@@ -205,7 +205,7 @@ def test_unpacked_rows_are_padded_on_the_right(make_set):
 
 
 def test_eos_is_supervised_even_when_it_is_the_padding(tmp_path, tokenizer, sentences):
-    """Decode what is supervised: every token but the first, EOS included, shifted by none."""
+    """Pitfall 24. Decode what is supervised: all but the first, EOS too, shifted by none."""
     tokenizer.pad_token = tokenizer.eos_token
     file = tmp_path / "a.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in sentences))

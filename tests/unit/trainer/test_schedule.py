@@ -59,7 +59,7 @@ def test_learning_rates_are_transformers_to_the_last_bit(kind, options, warmup):
 
 
 def test_the_schedule_does_not_step_once_a_process():
-    """One global batch over 1, 2 and 4 ranks: the same table, as one scheduler step a step."""
+    """Pitfall 25. One global batch over 1, 2 and 4 ranks: the same table, a row a step."""
     tables = []
     for ranks in (1, 2, 4):
         batch = LoaderSettings(micro_batch_size=2, accumulation=4 // ranks, num_ranks=ranks)
