@@ -232,3 +232,16 @@ def test_doctor_of_a_folder_without_a_model(tmp_path, capsys):
     code, output = doctor(capsys, "--model", str(tmp_path), "--json")
     assert code == 2
     assert "no model configuration" in output.err
+
+
+@pytest.mark.parametrize(
+    "text", ['{"model_type": "nosuch"}', '{"model_type": "llama", "hidden_size": "x"}', "{", "[]"]
+)
+def test_doctor_of_a_configuration_that_transformers_cannot_read(tmp_path, capsys, text):
+    """There is a model, so there is a verdict."""
+    (tmp_path / "config.json").write_text(text)
+    code, output = doctor(capsys, "--model", str(tmp_path), "--json")
+    found = json.loads(output.out)
+    assert code == 1
+    assert found["verdict"] == "refused"
+    assert "no model configuration" in found["reason"]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from headrace.errors import EXIT_FAILED
+from headrace.errors import EXIT_FAILED, ConfigError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -68,9 +69,18 @@ def doctor(
 
 def _doctor_model(name: str, *, fresh: bool, json: bool) -> None:
     from headrace.models.building import load_config
-    from headrace.selftest import run_selftest
+    from headrace.selftest import Verdict, run_selftest
+    from headrace.selftest.verdict import current_versions
 
-    verdict = run_selftest(load_config(name), use_cache=not fresh)
+    try:
+        config = load_config(name)
+    except ConfigError as error:
+        if not (Path(name).is_file() or (Path(name) / "config.json").is_file()):
+            raise  # a name that means nothing
+        # There is a model, and transformers cannot read it: that is the verdict.
+        verdict = Verdict(verdict="refused", reason=error.message, versions=current_versions())
+    else:
+        verdict = run_selftest(config, use_cache=not fresh)
     if json:
         from json import dumps
 

@@ -18,6 +18,9 @@ from headrace.models import attention, experts, families
 if TYPE_CHECKING:
     from torch import nn
 
+# What transformers raises for a configuration that is missing or that it cannot use.
+_UNUSABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError)
+
 
 def load_config(name_or_path: str, *, trust_remote_code: bool = False) -> Any:
     """The configuration of a model folder, a ``config.json``, or a name in the local hub cache.
@@ -27,6 +30,7 @@ def load_config(name_or_path: str, *, trust_remote_code: bool = False) -> Any:
     Raises:
         ConfigError: there is no such configuration.
     """
+    from huggingface_hub.errors import StrictDataclassError  # noqa: PLC0415 - as below
     from transformers import AutoConfig  # noqa: PLC0415 - slow; only when needed
 
     path = Path(name_or_path)
@@ -35,10 +39,10 @@ def load_config(name_or_path: str, *, trust_remote_code: bool = False) -> Any:
     source = str(path) if path.exists() else name_or_path
     try:
         return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+    except (*_UNUSABLE, StrictDataclassError) as error:
+        lines = " ".join(line.strip() for line in str(error).splitlines()[:3]) or repr(error)
         raise ConfigError(
-            f"no model configuration at {name_or_path!r}: {first}",
+            f"no model configuration at {name_or_path!r}: {lines}",
             remedy="give a folder with config.json, or download the model first",
         ) from error
 

@@ -76,7 +76,7 @@ def shrink(config: Any, num_layers: int) -> Any:
     values["dtype"] = "float32"
     for key, value in list(values.items()):
         values[key] = _shrunk(key, value, values, depth, num_layers)
-    _keep_latent_sizes(values, config)
+    _keep_latent_sizes(values, config.to_dict())
     _shrink_rotary(values, config)
     for key in _depth_keys(config):
         values[key] = num_layers
@@ -144,16 +144,16 @@ def _shrunk(key: str, value: Any, values: dict[str, Any], depth: int, num_layers
     return value
 
 
-def _keep_latent_sizes(values: dict[str, Any], config: Any) -> None:
+def _keep_latent_sizes(values: dict[str, Any], original: dict[str, Any]) -> None:
     """Sizes of latent attention that a class derives from others."""
     rope, nope = values.get("qk_rope_head_dim"), values.get("qk_nope_head_dim")
     if rope is None or nope is None:
         return
     for key in ("head_dim", "qk_head_dim"):
-        before = getattr(config, key, None)
-        if before == config.qk_rope_head_dim:
+        before = original.get(key)
+        if before == original["qk_rope_head_dim"]:
             values[key] = rope
-        elif before == config.qk_rope_head_dim + config.qk_nope_head_dim:
+        elif before == original["qk_rope_head_dim"] + original["qk_nope_head_dim"]:
             values[key] = rope + nope
 
 
