@@ -49,6 +49,12 @@ OTHERS = {
         "num_experts_per_tok": 6, "n_routed_experts": 64, "n_group": 8, "topk_group": 3,
         "topk_method": "group_limited_greedy", "first_k_dense_replace": 1,
     },
+    # Its configuration asks for the balancing loss, which is of a micro-batch as a whole.
+    "granitemoe": {
+        "num_local_experts": 40, "num_experts_per_tok": 8, "output_router_logits": True,
+        "router_aux_loss_coef": 0.01,
+    },
+    "qwen3_next": {"mlp_only_layers": list(range(48))},  # experts in no layer
     "cohere2": {},  # logit scale, windows on three layers of four, one norm a block
 }  # fmt: skip
 

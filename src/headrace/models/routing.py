@@ -67,6 +67,8 @@ def find_auxiliary_loss(model: nn.Module, config: Any) -> AuxiliaryLoss | None:
     known = hasattr(module, "load_balancing_loss_func")
     if not known or num_experts is None or top_k is None or coefficient is None:
         return None
+    if not _routers(model, model):  # every layer is dense by its configuration
+        return None
     asked = bool(getattr(config, "output_router_logits", False))
     return AuxiliaryLoss(
         num_experts=int(num_experts),
