@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig
 
 from headrace.cli import main
-from headrace.errors import ModelRefusedError
+from headrace.errors import CapacityError, ModelRefusedError
 from headrace.models import attention, experts
 from headrace.models.head import LogitRule
 from headrace.models.spec import ModelSpec
@@ -138,6 +138,17 @@ def test_crash_of_the_models_own_code_is_a_refusal(monkeypatch):
 def cache(monkeypatch, tmp_path):
     monkeypatch.setenv("HEADRACE_CACHE_DIR", str(tmp_path))
     return tmp_path / "selftest"
+
+
+def test_too_little_memory_is_no_verdict_on_the_model(monkeypatch, cache):
+    def full(*_args):
+        raise CapacityError("the host is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(selftest_run, "_run_checks", full)
+        with pytest.raises(CapacityError, match="the host is full"):
+            run_selftest(tiny_config("llama"))
+    assert run_selftest(tiny_config("llama")).verdict == "ok"
 
 
 def test_verdict_is_remembered_for_class_switches_and_versions(monkeypatch, cache):

@@ -13,7 +13,7 @@ import time
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from headrace.errors import HeadraceError, ModelRefusedError
+from headrace.errors import CapacityError, HeadraceError, ModelRefusedError
 from headrace.models.building import first_line
 from headrace.models.spec import ModelSpec
 from headrace.selftest import checks
@@ -87,6 +87,8 @@ def selftest_of(spec: ModelSpec, *, use_cache: bool = True) -> Verdict:
             verdict = _run_checks(verdict, tiny)
             if lora is not None:
                 verdict = _worse(verdict, check_adapters(tiny, lora))
+    except CapacityError:
+        raise  # says nothing of the model, and must not be remembered as if it did
     except HeadraceError as error:
         verdict = replace(verdict, verdict="refused", reason=error.message)
     except Exception as error:
