@@ -104,6 +104,7 @@ def target_lines(verdicts: Sequence[Verdict]) -> list[str]:
 
 CEILINGS = (
     ("bf16 matmul", "matmul_tflops", "TFLOP/s"),
+    ("bf16 matmul, over seconds", "matmul_sustained_tflops", "TFLOP/s"),
     ("layer of 4B", "shapes_tflops.4b.layer", "TFLOP/s"),
     ("layer of 8B", "shapes_tflops.8b.layer", "TFLOP/s"),
     ("H2D", "h2d_gbps", "GB/s"),

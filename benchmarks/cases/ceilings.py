@@ -38,6 +38,7 @@ def ceilings_case(
     }
     result["data_sheet_tflops"] = DATA_SHEET_TFLOPS.get(result["device"])
     if device.type == "cuda":
+        result["matmul_sustained_tflops"] = sustained_rate(device, size) / 1e12
         result |= copy_rates(timed, device, copy_bytes)
     return result
 
@@ -69,6 +70,29 @@ def product_rate(timed: Timer, device: torch.device, m: int, k: int, n: int) -> 
     flops = 2.0 * m * k * n
     repeats = max(3, min(50, int(2e13 / flops))) if device.type == "cuda" else 1
     return flops / timed(lambda: torch.mm(a, b, out=out), repeats)
+
+
+def sustained_rate(device: torch.device, size: int, seconds: float = 3.0) -> float:
+    """FLOPs a second of the same product over ``seconds``, as long as a step: the first second
+    warms the chip up and does not count.
+
+    A card at its power limit lowers its clock within a fraction of a second; a short measurement
+    on a cool chip shows what no step can reach.
+    """
+    import torch
+
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(a)
+    done, begun = 0, time.perf_counter()
+    started = begun
+    while (now := time.perf_counter()) - begun < seconds + 1.0:
+        if now - begun < 1.0:
+            done, started = 0, now
+        for _ in range(20):
+            torch.mm(a, b, out=out)
+        done += 20
+        synchronize(device)
+    return 2.0 * size**3 * done / (time.perf_counter() - started)
 
 
 def layer_products(name: str) -> dict[str, tuple[int, int]]:

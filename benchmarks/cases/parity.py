@@ -22,6 +22,9 @@ def parity_case(*, model: str = "tiny", sequence: int = SEQUENCE) -> dict[str, A
         "float32 eager": gradient_errors(model, "float32", sequence, compiled=False)
     }
     if default_device().type == "cuda":
+        result["float32 offloaded"] = gradient_errors(
+            model, "float32", sequence, compiled=True, activations="offload"
+        )
         result["bfloat16 compiled"] = gradient_errors(model, "bfloat16", sequence, compiled=True)
         result["device_update_is_bitwise"] = device_update_is_bitwise()
     return result
@@ -58,7 +61,9 @@ def device_update_is_bitwise() -> bool:
     return same
 
 
-def gradient_errors(model: str, dtype: Any, sequence: int, *, compiled: bool) -> dict[str, float]:
+def gradient_errors(
+    model: str, dtype: Any, sequence: int, *, compiled: bool, activations: Any = "keep"
+) -> dict[str, float]:
     """Absolute error of the loss and the worst relative one of a parameter's gradient."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -90,7 +95,7 @@ def gradient_errors(model: str, dtype: Any, sequence: int, *, compiled: bool) ->
         expected += loss.item() / count
     settings = EngineConfig(
         compile=compiled, device_units=units, weight_slots=2, poison_slots=True,
-        lane_jitter_seconds=0.002,
+        lane_jitter_seconds=0.002, activations=activations,
     )  # fmt: skip
     named = dict(reference.named_parameters())
     worst = 0.0
