@@ -73,8 +73,7 @@ def product_rate(timed: Timer, device: torch.device, m: int, k: int, n: int) -> 
 
 
 def sustained_rate(device: torch.device, size: int, seconds: float = 3.0) -> float:
-    """FLOPs a second of the same product over ``seconds``, as long as a step: the first second
-    warms the chip up and does not count.
+    """FLOPs a second of the same product over ``seconds``; one second before does not count.
 
     A card at its power limit lowers its clock within a fraction of a second; a short measurement
     on a cool chip shows what no step can reach.

@@ -144,15 +144,18 @@ def test_a_failed_copy_stops_the_step(lane, monkeypatch):
             engine.step(make_batches(1), learning_rate=1e-3)
 
 
-def test_ranges_of_layers():
-    def ranges(**settings):
-        return EngineConfig(**settings).activation_ranges(6)
+def test_what_each_layer_leaves():
+    def plan(num_layers=6, **settings):
+        return "".join(what[0] for what in EngineConfig(**settings).activation_plan(num_layers))
 
-    assert ranges() == (0, 0)
-    assert ranges(activations="recompute") == (6, 6)
-    assert ranges(activations="offload") == (0, 6)
-    assert ranges(activations="offload", recompute_layers=2) == (2, 6)
-    assert ranges(recompute_layers=2, offload_layers=3) == (2, 5)
-    assert ranges(recompute_layers=5, offload_layers=3) == (5, 6)
+    assert plan() == "kkkkkk"
+    assert plan(activations="recompute", offload_layers=2) == "rrrrrr"
+    assert plan(activations="offload") == "oooooo"
+    assert plan(activations="offload", recompute_layers=2) == "rroooo"
+    assert plan(recompute_layers=2, offload_layers=2) == "rrokok"
+    assert plan(offload_layers=2) == "okkokk"
+    assert plan(offload_layers=4).count("o") == 4
+    assert plan(recompute_layers=5, offload_layers=3) == "rrrrro"
+    assert plan(recompute_layers=9) == "rrrrrr"
     with pytest.raises(ConfigError, match="offload_layers is -1"):
         EngineConfig(offload_layers=-1)

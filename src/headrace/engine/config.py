@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from headrace.engine.clipping import ClippingMode  # noqa: TC001 - read by pydantic at run time
 from headrace.errors import ConfigError
 from headrace.units import MIB
 
 MAX_UPDATE_THREADS = 1024  # of a pool of the native kernels
+Activations: TypeAlias = Literal["keep", "offload", "recompute"]
 SMALLEST_EPS = 2.0**-126  # the smallest normal float32; the kernels take none below
 
 
@@ -24,8 +26,8 @@ class EngineConfig:
             the graph saved to host memory, or ``"recompute"`` it from the layer's input.
         recompute_layers: with ``"keep"`` or ``"offload"``, how many layers, from the first,
             recompute all the same; None lets the trainer choose by what fits (on the CPU none).
-        offload_layers: with ``"keep"``, how many layers, from the first that does not recompute,
-            offload; None lets the trainer choose (on the CPU none).
+        offload_layers: with ``"keep"``, how many of the layers that do not recompute offload,
+            evenly among them; None lets the trainer choose (on the CPU none).
         device_units: how many units, from the embedding on, have weights, moments and gradient on
             the device instead of in host memory; None lets the trainer choose (on the CPU none).
         micro_batches_per_wave: micro-batches that pass through a layer before the next layer is
@@ -50,7 +52,7 @@ class EngineConfig:
         lane_jitter_seconds: random delay before every transfer and update, for the same check.
     """
 
-    activations: Literal["keep", "offload", "recompute"] = "keep"
+    activations: Activations = "keep"
     recompute_layers: int | None = None
     offload_layers: int | None = None
     device_units: int | None = None
@@ -108,14 +110,24 @@ class EngineConfig:
                 f"engine.activations is {self.activations!r}: keep, offload or recompute"
             )
 
-    def activation_ranges(self, num_layers: int) -> tuple[int, int]:
-        """Layers below the first number recompute, those below the second offload, others keep."""
-        if self.activations == "recompute":
-            return num_layers, num_layers
-        recompute = min(self.recompute_layers or 0, num_layers)
-        if self.activations == "offload":
-            return recompute, num_layers
-        return recompute, min(recompute + (self.offload_layers or 0), num_layers)
+    def activation_plan(self, num_layers: int) -> tuple[Activations, ...]:
+        """What each layer leaves for its backward."""
+        return _activation_plan(
+            self.activations, self.recompute_layers or 0, self.offload_layers or 0, num_layers
+        )
+
+
+@functools.lru_cache(maxsize=4096)
+def _activation_plan(
+    activations: Activations, recompute: int, offload: int, num_layers: int
+) -> tuple[Activations, ...]:
+    recompute = num_layers if activations == "recompute" else min(recompute, num_layers)
+    rest = num_layers - recompute
+    offload = rest if activations == "offload" else min(offload, rest)
+    plan: list[Activations] = ["recompute"] * recompute
+    # Evenly among the others: copies of neighbours would queue up behind each other.
+    plan += ["offload" if i * offload % rest < offload else "keep" for i in range(rest)]
+    return tuple(plan)
 
 
 @dataclass(frozen=True, kw_only=True)

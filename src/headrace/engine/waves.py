@@ -56,9 +56,9 @@ class Waves:
         self._updater = updater
         self._device = device
         self._exposure = exposure
-        self._recompute_below, self._offload_below = config.activation_ranges(spec.num_layers)
+        self._plan = config.activation_plan(spec.num_layers)
         self._offload: ActivationOffload | None = None
-        if self._recompute_below < self._offload_below:
+        if "offload" in self._plan:
             self._offload = ActivationOffload(
                 device,
                 timeout_seconds=config.lane_timeout_seconds,
@@ -191,8 +191,7 @@ class Waves:
         records: list[list[LayerRecord]] = []
         for use, slot in walk.layers(self._spec.num_layers):
             row = []
-            keep = use.layer >= self._recompute_below
-            leaves_device = keep and use.layer < self._offload_below
+            keep = self._plan[use.layer] != "recompute"
             for m in range(len(hidden)):
                 hidden[m], record = self._passes.layer_forward(
                     use.layer,
@@ -200,7 +199,7 @@ class Waves:
                     hidden[m],
                     arguments[m][use.layer],
                     keep=keep,
-                    leaves_device=leaves_device,
+                    leaves_device=self._plan[use.layer] == "offload",
                     accumulator=self._accumulators.layer(use.layer),
                 )
                 if record.routers:

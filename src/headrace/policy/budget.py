@@ -165,16 +165,12 @@ def _retained_elements(
 def _activation_bytes(
     spec: ModelSpec, config: EngineConfig, workload: Workload, compute: int
 ) -> int:
-    layers = spec.units[1:-1]
-    recompute_below, offload_below = config.activation_ranges(len(layers))
+    plan = config.activation_plan(spec.num_layers)
     tokens = workload.tokens * workload.per_wave(config)
-    kept = sum(_kept(spec)[offload_below:])
-    inputs = offload_below * spec.hidden_size
-    leaving = 0
-    if recompute_below < offload_below:
-        # On its way, and being made: so many micro-batches of a layer, not of a wave.
-        most = max(_kept(spec)[recompute_below:offload_below]) - spec.hidden_size
-        leaving = workload.tokens * (IN_FLIGHT + 1) * most
+    kept = sum(size for size, what in zip(_kept(spec), plan, strict=True) if what == "keep")
+    inputs = (len(plan) - plan.count("keep")) * spec.hidden_size
+    # On its way, and being made: so many micro-batches of a layer, not of a wave.
+    leaving = workload.tokens * (IN_FLIGHT + 1) * max(_leaving(spec, config), default=0)
     # The wave's hidden state and its gradient.
     return compute * (tokens * (kept + inputs + 2 * spec.hidden_size) + leaving)
 
@@ -183,9 +179,14 @@ def offloaded_bytes(
     spec: ModelSpec, config: EngineConfig, workload: Workload, compute: int = _BF16
 ) -> int:
     """What a wave sends to host memory: what layers save, less their input."""
-    leaving = _kept(spec)[slice(*config.activation_ranges(spec.num_layers))]
-    tokens = workload.tokens * workload.per_wave(config)
-    return compute * tokens * sum(kept - spec.hidden_size for kept in leaving)
+    return compute * workload.tokens * workload.per_wave(config) * sum(_leaving(spec, config))
+
+
+def _leaving(spec: ModelSpec, config: EngineConfig) -> list[int]:
+    """Elements a token of each layer that offloads."""
+    plan = config.activation_plan(spec.num_layers)
+    sizes = zip(_kept(spec), plan, strict=True)
+    return [size - spec.hidden_size for size, what in sizes if what == "offload"]
 
 
 @functools.lru_cache(maxsize=4)  # a search asks for one model thousands of times

@@ -113,8 +113,8 @@ def choose(
                 break  # nothing is recomputed: offloading more gains nothing
     if fitting:
         limit = min(choice.time.seconds for choice in fitting) * SAME_SPEED
-        # Of equally fast ones the most resident: it leaves the host and the bus to others.
-        return max((c for c in fitting if c.time.seconds <= limit), key=_residence)
+        # Of equally fast ones the least that moves: it leaves the host and the bus to others.
+        return max((c for c in fitting if c.time.seconds <= limit), key=_rest)
     assert nearest is not None
     raise CapacityError(
         f"no placement fits {format_bytes(usable)} of device and {format_bytes(host_bytes)} of "
@@ -125,8 +125,9 @@ def choose(
     )
 
 
-def _residence(choice: Choice) -> tuple[int, int]:
-    return choice.config.device_units or 0, -(choice.config.offload_layers or 0)
+def _rest(choice: Choice) -> tuple[bool, int, int]:
+    offloaded = choice.config.offload_layers or 0
+    return offloaded == 0, choice.config.device_units or 0, -offloaded
 
 
 def _even_waves(micro_batches: int) -> list[int]:
@@ -142,13 +143,13 @@ def typical_rates(device: torch.device, num_cores: int) -> Rates:
     and updates were measured on PCIe 5 and 16 Xeon cores (docs/performance.md).
     """
     capability = torch.cuda.get_device_capability(device)
-    by_capability = {(9, 0): 580e12, (8, 0): 220e12, (8, 9): 120e12, (8, 6): 60e12}
-    flops = by_capability.get(capability, 580e12 if capability >= (9, 0) else 60e12)
+    by_capability = {(9, 0): 615e12, (8, 0): 220e12, (8, 9): 120e12, (8, 6): 60e12}
+    flops = by_capability.get(capability, 615e12 if capability >= (9, 0) else 60e12)
     return Rates(
         flops=flops,
         h2d_bytes=40e9,
         d2h_bytes=40e9,
         update_parameters=min(0.2e9 * num_cores, 3.3e9),
         device_update_parameters=100e9,
-        device_bytes=3.3e12 if capability >= (9, 0) else 0.8e12,
+        device_bytes=5e12 if capability >= (9, 0) else 0.8e12,
     )

@@ -54,10 +54,11 @@ def place(
         rates=typical_rates(device, cores),
     )
     units = choice.config.device_units or 0
-    recompute_below, offload_below = choice.config.activation_ranges(spec.num_layers)
+    plan = choice.config.activation_plan(spec.num_layers)
     say(
-        f"placement: {units} of {len(spec.units)} units on the device, {recompute_below} of "
-        f"{spec.num_layers} layers recompute, {offload_below - recompute_below} offload, "
+        f"placement: {units} of {len(spec.units)} units on the device, "
+        f"{plan.count('recompute')} of {spec.num_layers} layers recompute, "
+        f"{plan.count('offload')} offload, "
         f"{workload.num_waves(choice.config)} waves; predicted "
         f"{format_bytes(choice.budget.device_bytes)} on the device, "
         f"{format_bytes(choice.budget.host_bytes)} on the host, "
