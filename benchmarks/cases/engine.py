@@ -197,7 +197,7 @@ def place(
 
     num_sequences = tokens // sequence
     sizes = [rows] if rows else [size for size in ROWS if num_sequences % size == 0]
-    config = EngineConfig(**{"loss_chunk_tokens": 4096, **options})
+    config = EngineConfig(**{"loss_chunk_tokens": 2048, **options})
     if room is None or rates is None:
         return config, sizes[0], None
     fitting: list[tuple[Choice, int]] = []
@@ -220,10 +220,15 @@ def place(
         assert refusal is not None
         raise refusal
     limit = SAME_SPEED * min(choice.time.seconds for choice, _ in fitting)
-    # Of equally fast ones that with the fewest pieces: each costs what no model counts.
+    # Of equally fast ones that with the fewest pieces: each costs what no model counts. Offloaded
+    # activations cost most: layers wait for them in turn.
     choice, size = min(
         (pair for pair in fitting if pair[0].time.seconds <= limit),
-        key=lambda pair: (_num_waves(pair[0].config, num_sequences // pair[1]), -pair[1]),
+        key=lambda pair: (
+            bool(pair[0].config.offload_layers),
+            _num_waves(pair[0].config, num_sequences // pair[1]),
+            -pair[1],
+        ),
     )
     return choice.config, size, choice
 
