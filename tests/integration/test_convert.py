@@ -6,7 +6,7 @@ import socket
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from headrace.cli import main
@@ -159,3 +159,19 @@ def test_training_goes_on_from_another_trainer(made, run_config, tmp_path):
     loaders = [read_record(r.checkpoint)["trainer_state"]["loader"] for r in (result, whole)]
     assert loaders[0] == loaders[1]
     assert read_record(result.checkpoint)["optimizer_step"] == 4
+
+
+def test_a_run_from_fused_experts_goes_on(made, run_config, tmp_path):
+    """A model saved as it lies in memory, experts in one tensor: its run resumes in that form."""
+    folder = made("qwen3_moe")
+    model = tmp_path / "model"
+    shutil.copytree(folder, model, ignore=shutil.ignore_patterns("step-*", "*.pt"))
+    save_file(reference(folder)["weights"], model / "model.safetensors", metadata={"format": "pt"})
+    keys = {"model_config": None, "model_name_or_path": str(model)}
+    whole = run_config(**keys, output_dir=str(tmp_path / "whole"), max_steps=4)
+    run_config(**keys, max_steps=2)
+    result = run_config(**keys, max_steps=4, resume_from_checkpoint="auto")
+    found, expected = (load_file(r.checkpoint / "model.safetensors") for r in (result, whole))
+    assert found.keys() == expected.keys()
+    assert "model.layers.0.mlp.experts.gate_up_proj" in found
+    assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -48,6 +48,7 @@ def check_same_model(path: Path, spec: ModelSpec, state: ModelState) -> None:
 def _check_weights(path: Path, spec: ModelSpec, state: ModelState) -> None:
     carried = set(json.loads((path / RECORD).read_text()).get("carried", ()))
     weights = {name: file for name, file in read_index(path).items() if name not in carried}
+    spec.weight_names.plan(weights)  # a checkpoint keeps the form of what its run began with
     _check_set(path, weights, (described_weights(spec.weight_names, unit) for unit in state.units))
 
 
