@@ -485,7 +485,7 @@ def test_too_little_memory_is_exit_3_before_tokenising(run_config, tmp_path, mon
 def test_too_little_disk_is_exit_3_with_the_arithmetic(run_config, tmp_path, monkeypatch):
     import shutil  # noqa: PLC0415 - what is replaced
 
-    usage = shutil.disk_usage(tmp_path)._replace(free=1_000_000)
+    usage = shutil.disk_usage(tmp_path)._replace(free=3_000_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage)
     run_config(output_dir=str(tmp_path / "one"))
     with pytest.raises(CapacityError, match=r"checkpoints need 8 x .* free") as caught:

@@ -112,7 +112,12 @@ class ConversationReader:
     def _of_instruction(self, place: Place, row: dict[str, Any]) -> Conversation:
         source = self.source
         messages: list[dict[str, Any]] = []
-        for pair in (row.get(source.field_history) or []) if source.field_history else []:
+        history = (row.get(source.field_history) or []) if source.field_history else []
+        if not isinstance(history, list):
+            raise bad_row(
+                place, f"{source.field_history!r} is no list", "write a list of [prompt, answer]"
+            )
+        for pair in history:
             if not isinstance(pair, list | tuple) or len(pair) != 2:
                 raise bad_row(
                     place,
@@ -160,7 +165,7 @@ class ConversationReader:
             "content" if "content" in turn or "value" not in turn else "value"
         )
         role = turn.get(role_key)
-        if role not in self.roles:
+        if not isinstance(role, str) or role not in self.roles:
             known = ", ".join(sorted(self.roles))
             raise bad_row(
                 place,
@@ -184,6 +189,8 @@ class ConversationReader:
             raise bad_row(place, f"{column!r} has a message without {content_key!r}", _WRITE)
         elif isinstance(content, str):
             checked_text(place, f"{column}.{content_key}", content, _WRITE)
+        if not isinstance(message.get("tool_calls", []), list):
+            raise bad_row(place, f"{column!r} has tool_calls that are no list", _WRITE)
         if "tool_calls" in message:
             message["tool_calls"] = [_parsed_call(call) for call in message["tool_calls"]]
         return message, flag

@@ -230,19 +230,36 @@ def read_rows(part: Part) -> Iterator[tuple[Place, dict[str, Any]]]:
 
 def _every_row(part: Part) -> Iterator[tuple[Place, dict[str, Any]]]:
     if part.format == ".parquet":
-        for first, batch in parquet_batches(part, None, 256):
-            for number, row in enumerate(batch.to_pylist(), first):
-                yield f"{part.file}: row {number}", row
+        yield from _rows_of(part, parquet_batches(part, None, 256))
     elif part.format == ".arrow":
         batches = _arrow_batches(part.path)
         before = sum(batch.num_rows for batch in batches[: part.start])
-        for first, batch in _counted(batches[part.start : part.stop], part, before):
-            for number, row in enumerate(batch.to_pylist(), first):
-                yield f"{part.file}: row {number}", row
+        yield from _rows_of(part, _counted(batches[part.start : part.stop], part, before))
     elif part.format == ".json" and _is_array(part.path):
         yield from _array_rows(part.path)
     else:
         yield from _line_rows(part)
+
+
+def _rows_of(
+    part: Part, batches: Iterator[tuple[int, Any]]
+) -> Iterator[tuple[Place, dict[str, Any]]]:
+    for first, batch in batches:
+        names = batch.schema.names
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise DataError(
+                f"{part.file} has {names.count(twice[0])} columns named {twice[0]!r}",
+                remedy="keep one of them",
+            )
+        try:
+            rows = batch.to_pylist()
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{part.file}: rows from {first} hold bytes that are not UTF-8 ({error})",
+                remedy="write the file again with text in UTF-8",
+            ) from error
+        for number, row in enumerate(rows, first):
+            yield f"{part.file}: row {number}", row
 
 
 def _is_array(file: Path) -> bool:

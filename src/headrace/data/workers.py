@@ -34,12 +34,16 @@ _encoder: RowEncoder | None = None
 
 
 def choose_workers(asked: int | None, num_bytes: int) -> int:
-    """Processes for a dataset: what was asked for, or what its size is worth; 0 is this one."""
+    """Processes for a dataset: what was asked for, or what its size is worth; 0 is this one.
+
+    Never more than cores: a worker computes all the time.
+    """
+    cores = len(os.sched_getaffinity(0))
     if asked is not None:
-        return asked
+        return min(asked, cores)
     if num_bytes < _WORTH_BYTES:
         return 0
-    return min(len(os.sched_getaffinity(0)), _MOST_WORKERS, num_bytes // (_WORTH_BYTES // 4))
+    return min(cores, _MOST_WORKERS, num_bytes // (_WORTH_BYTES // 4))
 
 
 def encode_parts(

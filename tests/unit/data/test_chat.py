@@ -3,6 +3,8 @@
 import json
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from headrace.data.formats import RowEncoder
 from headrace.data.parts import plan_parts
@@ -55,7 +57,8 @@ def supervised(tmp_path, chat):
         path.write_text(json.dumps(row) + "\n")
         source = DatasetSource(path=str(path), **{"type": "messages", **keys})
         (part,) = plan_parts(source)
-        (chunk,) = RowEncoder(source, chat).encode(part)
+        chunks = list(RowEncoder(source, chat).encode(part))
+        (chunk,) = chunks
         runs, before = [], False
         for token, label in zip(chunk.input_ids, chunk.labels, strict=True):
             if label >= 0:
@@ -223,3 +226,42 @@ def test_the_template_is_part_of_the_caches_name(tmp_path, chat):
     one = tokenise(source, chat, cache_dir=tmp_path / "cache").key
     chat.chat_template = TEMPLATES["llama3"]
     assert tokenise(source, chat, cache_dir=tmp_path / "cache").key != one
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 2) | st.text(max_size=6),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["name", "function", "arguments", "type"]), inner)
+    ),
+    max_leaves=6,
+)
+MESSAGES = st.fixed_dictionaries(
+    {},
+    optional={
+        "role": st.sampled_from(["user", "assistant", "system", "tool", "judge"]) | VALUES,
+        "from": st.sampled_from(["human", "gpt", "function_call"]) | VALUES,
+        "content": st.text(max_size=8) | VALUES,
+        "value": st.text(max_size=8) | VALUES,
+        "tool_calls": VALUES,
+        "train": VALUES,
+        "weight": VALUES,
+    },
+)
+ROWS = st.fixed_dictionaries(
+    {"messages": st.lists(MESSAGES, max_size=4) | VALUES},
+    optional={"tools": VALUES, "about": VALUES},
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
+@given(row=ROWS, template=st.sampled_from([PLAIN, TEMPLATES["chatml"], THINKING]))
+def test_whatever_a_row_holds_it_is_encoded_or_named(supervised, row, template):
+    refusal = None
+    try:
+        supervised(row, template, field_system="about")
+    except DataError as error:
+        refusal = error
+    if refusal is not None:
+        assert "rows.jsonl:1:" in str(refusal)
+        assert refusal.remedy

@@ -230,3 +230,35 @@ def test_what_a_writer_left_long_ago_is_removed(tmp_path):
     os.utime(old, (time.time() - 30 * 86_400,) * 2)
     tokenise(DatasetSource(path=str(path), type="tokens"), None, cache_dir=tmp_path / "cache")
     assert not old.exists()
+
+
+def test_a_dataset_in_the_local_hub_cache_is_found_by_its_name(tmp_path, monkeypatch):
+    import huggingface_hub  # noqa: PLC0415 - what is replaced
+
+    write(tmp_path / "train.jsonl", [{"n": 0}])
+
+    def fetched(name, *, repo_type, local_files_only):
+        assert (repo_type, local_files_only) == ("dataset", True)
+        if name != "somebody/rows":
+            raise huggingface_hub.errors.LocalEntryNotFoundError("not there")
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetched)
+    assert [f.name for f in resolve_files("somebody/rows", "train")] == ["train.jsonl"]
+    with pytest.raises(DataError, match="local hub cache") as caught:
+        resolve_files("nobody/rows")
+    assert "hf download --repo-type dataset nobody/rows" in caught.value.remedy
+
+
+def test_rows_of_parquet_that_cannot_be_read_are_named(tmp_path, tokenizer):
+    path = tmp_path / "rows.parquet"
+    buffers = [None, pa.py_buffer(np.array([0, 3], np.int32)), pa.py_buffer(b"\xff\xfea")]
+    column = pa.Array.from_buffers(pa.string(), 1, buffers)
+    pq.write_table(pa.table({"prompt": column, "completion": ["x"]}), path)
+    source = DatasetSource(path=str(path), type="prompt_completion")
+    with pytest.raises(DataError, match="not UTF-8"):
+        tokenise(source, tokenizer, cache_dir=tmp_path / "cache")
+    twice = pa.Table.from_arrays([pa.array(["a"])] * 2, names=["prompt", "prompt"])
+    pq.write_table(twice, path)
+    with pytest.raises(DataError, match="2 columns named 'prompt'"):
+        tokenise(source, tokenizer, cache_dir=tmp_path / "cache")
