@@ -19,6 +19,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from headrace.models import families
 from headrace.models.anatomy import first_tensor
 from headrace.models.buffers import initial_buffers
 from headrace.models.routing import RouterOutput, watch_routers
@@ -98,6 +99,7 @@ class Templates:
         backend: str = "inductor",
         device: torch.device | None = None,
     ) -> None:
+        families.prepare(spec.model, device or torch.device("cpu"))
         self._templates: list[_Template] = []
         self._buffers: list[dict[str, torch.Tensor]] = []
         rule: Any = spec.model._init_weights  # noqa: SLF001 - the class's own rule has no public name
@@ -197,6 +199,7 @@ _SAVED_OPERATORS = (
     "aten::bmm",
     "aten::_grouped_mm",
     "headrace::grouped_matmul_v1",
+    "headrace::gated_delta_v1",
     "aten::_scaled_dot_product_cudnn_attention",
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_efficient_attention",

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING
 from headrace.models.families import gated_delta
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
+
+
+def prepare(model: nn.Module, device: torch.device) -> None:
+    """Decide which extra kernels the layers of a model use on a device."""
+    gated_delta.prepare(model, device)
 
 
 def adapt(model: nn.Module) -> None:

@@ -23,7 +23,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional as F  # noqa: N812 - its name everywhere
 
+from headrace.models.families import gated_delta_kernel
+
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import nn
 
 _REPLACED = ("torch_chunk_gated_delta_rule", "causal_conv1d_fn")
@@ -32,21 +36,46 @@ _PADDING = -1  # document number of what fills the last chunk
 
 def adapt(model: nn.Module) -> None:
     """Let every gated DeltaNet of ``model`` call the functions of this module."""
-    for module in model.modules():
+    for module in _mixers(model):
         forward = inspect.unwrap(type(module).forward)
-        names = getattr(forward, "__globals__", {})
-        used = getattr(getattr(forward, "__code__", None), "co_names", ())
-        if not all(name in used and name in names for name in _REPLACED):
-            continue
         own = types.FunctionType(
             forward.__code__,
-            names | {_REPLACED[0]: chunk_gated_delta_rule, _REPLACED[1]: causal_conv},
+            forward.__globals__ | {_REPLACED[0]: chunk_gated_delta_rule, _REPLACED[1]: causal_conv},
             forward.__name__,
             forward.__defaults__,
             forward.__closure__,
         )
         own.__kwdefaults__ = forward.__kwdefaults__
         module.forward = types.MethodType(own, module)
+
+
+def prepare(model: nn.Module, device: torch.device) -> None:
+    """Decide whether the layers of ``model`` use the extra kernel on ``device``."""
+    if any(True for _ in _mixers(model)):
+        gated_delta_kernel.prepare(device, compare=_torch_path)
+
+
+def _torch_path(  # noqa: PLR0917 - as the kernel
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+) -> torch.Tensor:
+    out, _ = chunk_gated_delta_rule(
+        query, key, value, g=g, beta=beta, cu_seqlens=cu_seqlens, use_qk_l2norm_in_kernel=True
+    )
+    return out
+
+
+def _mixers(model: nn.Module) -> Iterator[nn.Module]:
+    for module in model.modules():
+        forward = inspect.unwrap(type(module).forward)
+        names = getattr(forward, "__globals__", {})
+        used = getattr(getattr(forward, "__code__", None), "co_names", ())
+        if all(name in used and name in names for name in _REPLACED):
+            yield module
 
 
 def document_numbers(cu_seqlens: torch.Tensor | None, num_rows: int, length: int) -> Any:
@@ -136,6 +165,11 @@ def chunk_gated_delta_rule(
     assert not output_final_state
     dtype = query.dtype
     B, T, H = value.shape[:3]
+    if use_qk_l2norm_in_kernel and gated_delta_kernel.is_used(value.device):
+        repeat = H // query.shape[2]
+        if repeat > 1:
+            query, key = (t.repeat_interleave(repeat, dim=2) for t in (query, key))
+        return gated_delta_kernel.run(query, key, value, g, beta, cu_seqlens).to(dtype), None
     document_BT = document_numbers(cu_seqlens, B, T)
     if document_BT is None:
         document_BT = torch.zeros(B, T, dtype=torch.long, device=value.device)
