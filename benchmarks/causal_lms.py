@@ -1,4 +1,4 @@
-"""The verdict of the self-test on every causal LM class of transformers, at its default configuration.
+"""The verdict of the self-test on every causal LM class of transformers, as it is by default.
 
 A default configuration is not a released model: some cannot be built (sizes left open), some have
 dropout, which a run refuses until it is set to 0. With ``--no-dropout`` it is. Each class is tested
@@ -44,7 +44,7 @@ def verdict_of(model_type: str, *, no_dropout: bool) -> dict[str, Any]:
     signal.alarm(SECONDS)
     try:
         config = config_of(model_type, no_dropout=no_dropout)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - whatever a configuration class raises
         reason = f"transformers has no default: {' '.join(str(error).split())}"
         return {"model_type": model_type, "verdict": "no default", "reason": reason}
     else:

@@ -11,9 +11,7 @@ from headrace.models.families import gated_delta_kernel
 from headrace.models.families.gated_delta import _torch_path, chunk_gated_delta_rule, prepare
 
 CPU = torch.device("cpu")
-PACKED = torch.tensor(
-    [0, 70, 71, 100, 130, 200, 200], dtype=torch.int32
-)  # padded by its last bound
+PACKED = torch.tensor([0, 70, 71, 100, 130, 200, 200], dtype=torch.int32)  # padded at its end
 
 
 @pytest.fixture(autouse=True)
