@@ -47,6 +47,7 @@ class Contrast:
         contrast: of the normalisation with the larger p-value.
         normalisation: ``"own"`` or ``"pooled"``, the one that counts.
         p_value: one-sided, the larger of the two.
+        p_by_normalisation: both.
     """
 
     before: Estimate
@@ -54,6 +55,7 @@ class Contrast:
     contrast: Estimate
     normalisation: str
     p_value: float
+    p_by_normalisation: dict[str, float]
 
     def detectable(self, level: float, power: float = 0.8) -> float:
         """The contrast that would have been significant at ``level`` with ``power``."""
@@ -136,4 +138,5 @@ def contrast(
         contrast=candidates[counts],
         normalisation=counts,
         p_value=p_values[counts],
+        p_by_normalisation=p_values,
     )
