@@ -120,7 +120,7 @@ def _fill(folder):
     Path("CORPUS").symlink_to(folder / "out/corpus-local/2016")
     Path("corpora").mkdir()
     Path("corpora/2017").symlink_to(folder / "out/corpus-local/2016")
-    for name in ("base", "cut"):
+    for name in ("base", "cut", "full", "lora"):
         shutil.copytree("out/tiny-cpu", f"runs/{name}")
     _panel()
     rows = [{"instruction": f"Add {n}.", "input": "", "output": str(n)} for n in range(20)]
