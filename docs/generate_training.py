@@ -1,13 +1,12 @@
-"""Write the tables of keys in ``docs/training.md`` from the configuration itself.
+"""Write the tables of keys in ``docs/training.md``, and the JSON schema for editors.
 
     python docs/generate_training.py
 
-A test fails when the page and the program differ.
+A test fails when they and the program differ.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from pathlib import Path
@@ -15,8 +14,10 @@ from typing import Any
 
 from headrace.engine.config import EngineConfig
 from headrace.trainer.config import TrainConfig
+from headrace.trainer.schema import attribute_docs, json_schema
 
 TARGET = Path(__file__).with_name("training.md")
+SCHEMA = Path(__file__).with_name("headrace.schema.json")
 
 
 def training_rows() -> list[tuple[str, str, str]]:
@@ -32,16 +33,16 @@ def training_rows() -> list[tuple[str, str, str]]:
 
 def engine_rows() -> list[tuple[str, str, str]]:
     """The same for the keys under ``engine:``, meanings from the docstring of its settings."""
-    text = re.sub(r"\s+", " ", EngineConfig.__doc__ or "")
-    names = [field.name for field in dataclasses.fields(EngineConfig)]
     rows = []
-    for field in dataclasses.fields(EngineConfig):
-        rest = text.split(f" {field.name}: ", 1)[1]
-        meaning = re.split(rf" (?:{'|'.join(names)}): ", rest)[0].strip()
-        default: Any = field.default
-        shown = "" if default is None else f"`{json.dumps(default)}`"
-        rows.append((field.name, shown, meaning[0].upper() + meaning[1:]))
+    for name, meaning in attribute_docs(EngineConfig).items():
+        default: Any = EngineConfig.__dataclass_fields__[name].default
+        rows.append((name, "" if default is None else f"`{json.dumps(default)}`", meaning))
     return rows
+
+
+def schema_text() -> str:
+    """The JSON schema for editors, as the file holds it."""
+    return json.dumps(json_schema(), indent=1, default=str) + "\n"
 
 
 def fill(text: str, marker: str, rows: list[tuple[str, str, str]]) -> str:
@@ -63,3 +64,4 @@ def generate() -> str:
 
 if __name__ == "__main__":
     TARGET.write_text(generate(), encoding="utf-8")
+    SCHEMA.write_text(schema_text(), encoding="utf-8")

@@ -45,9 +45,11 @@ def train(
     Stop with Ctrl-C: the step is finished and saved, and resume_from_checkpoint=auto goes on.
     """
     from headrace.errors import ConfigError
-    from headrace.trainer.config import json_schema, resolve
+    from headrace.trainer.config import resolve
 
     if schema:
+        from headrace.trainer.schema import json_schema
+
         print(json.dumps(json_schema(), indent=1))
         return
     if config is None:

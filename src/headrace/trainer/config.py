@@ -296,13 +296,6 @@ class TrainConfig(DataKeys, ModelKeys):
         return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True, width=100)
 
 
-def json_schema() -> dict[str, Any]:
-    """JSON schema of the YAML file, for editors."""
-    schema = TrainConfig.model_json_schema(by_alias=True)
-    schema["title"] = "headrace training configuration"
-    return schema
-
-
 def resolve(
     source: str | Path | dict[str, Any] | TrainConfig, overrides: Sequence[str] = ()
 ) -> tuple[TrainConfig, list[str]]:

@@ -7,7 +7,8 @@ import yaml
 
 from headrace.engine.config import EngineConfig
 from headrace.errors import ConfigError
-from headrace.trainer.config import TrainConfig, json_schema, resolve
+from headrace.trainer.config import TrainConfig, resolve
+from headrace.trainer.schema import json_schema
 
 BASE = {"model_name_or_path": "m", "datasets": [{"path": "a.jsonl"}], "output_dir": "out"}
 
@@ -279,6 +280,10 @@ def test_the_schema_describes_every_key():
     assert "model_config" in schema["properties"]
     for key, value in schema["properties"].items():
         assert value.get("description"), key
+    for name in ("DatasetSource", "EngineConfig", "ParamGroup"):
+        inner = schema["$defs"][name]
+        assert inner["additionalProperties"] is False
+        assert all(value["description"] for value in inner["properties"].values())
 
 
 def test_a_home_directory_is_expanded_as_in_every_other_path(monkeypatch):

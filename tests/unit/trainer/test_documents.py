@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from headrace.cli import main
+from headrace.data.sources import DatasetSource
 from headrace.plan.architecture import read_architecture
 from headrace.trainer import resolve, train
 
@@ -24,6 +25,14 @@ def test_the_tables_of_keys_are_the_configuration():
     generator = runpy.run_path(str(ROOT / "docs" / "generate_training.py"))
     page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
     assert page == generator["generate"](), "run: python docs/generate_training.py"
+    schema = (ROOT / "docs" / "headrace.schema.json").read_text(encoding="utf-8")
+    assert schema == generator["schema_text"](), "run: python docs/generate_training.py"
+
+
+def test_the_data_page_names_every_key_of_a_dataset():
+    page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+    missing = [name for name in DatasetSource.__dataclass_fields__ if f"`{name}" not in page]
+    assert missing == []
 
 
 @pytest.mark.parametrize("recipe", [*TRAINING, TINY], ids=lambda p: p.name)
