@@ -1,10 +1,13 @@
 """Folders of torch.distributed.checkpoint: read as torch reads them, hostile ones refused."""
 
 import io
+import json
 import os
 import pickle
 import shutil
 import struct
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -232,3 +235,76 @@ def test_any_bytes_are_read_or_refused(data):
         read_pickle(data, {"torch.Size": "Size"}, "file")
     except CheckpointError as error:
         assert "file" in str(error)  # noqa: PT017 - bytes may be a pickle
+
+
+MEMORY = """
+import json, sys, warnings
+from pathlib import Path
+
+import torch
+from torch.distributed import checkpoint as dcp
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from headrace.trainer.convert import convert_to_model
+from headrace.trainer.convert_state import convert_to_checkpoint
+
+
+def make(folder, **sizes):
+    config = AutoConfig.for_model(
+        "llama", num_attention_heads=8, num_key_value_heads=8, vocab_size=4096,
+        max_position_embeddings=64, tie_word_embeddings=False, **sizes,
+    )
+    weights = AutoModelForCausalLM.from_config(config, dtype=torch.float32).state_dict()
+    state = {
+        name: {"exp_avg": tensor, "exp_avg_sq": tensor, "step": torch.tensor(3.0)}
+        for name, tensor in weights.items()
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that there is one process
+        dcp.save({"model": weights}, checkpoint_id=folder / "pytorch_model_fsdp_0", no_dist=True)
+        moments = {"optimizer": {"state": state}}
+        dcp.save(moments, checkpoint_id=folder / "optimizer_0", no_dist=True)
+    config.save_pretrained(folder)
+    return sum(tensor.nbytes for tensor in weights.values())
+
+
+def status(field):
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+
+
+def convert(source):
+    convert_to_model(source, source / "model")
+    convert_to_checkpoint(source, source / "run")
+
+
+folder = Path(sys.argv[1])
+if sys.argv[2] == "make":
+    make(folder / "small", hidden_size=64, intermediate_size=64, num_hidden_layers=1)
+    sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 7}
+    print(json.dumps(make(folder / "large", **sizes)))
+else:
+    convert(folder / "small")  # what is imported at the first use is not the model's
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
+    convert(folder / "large")
+    print(json.dumps(status("VmHWM") - before))
+"""
+
+
+def test_converting_takes_the_memory_of_a_layer(tmp_path):
+    """107 MB of weights, 320 of state; a layer has 13 MB of weights and 38 of state."""
+
+    def run(part):
+        done = subprocess.run(
+            [sys.executable, "-c", MEMORY, tmp_path, part],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-2000:]
+        return json.loads(done.stdout)
+
+    assert run("make") > 100e6
+    layer = 4 * (4 * 512 * 512 + 3 * 512 * 1408)
+    # The state of a layer, a tensor that is read, and what the allocator keeps.
+    assert run("convert") < 3 * layer + 4 * 512 * 1408 + 8e6
