@@ -8,7 +8,16 @@ import torch
 
 from headrace.errors import CheckpointError
 from headrace.store.snapshot import Snapshot
-from tiny import differing, make_batches, make_engine, planes, tiny_config, tiny_state
+from headrace.store.state import ModelState
+from tiny import (
+    differing,
+    make_batches,
+    make_engine,
+    parameters,
+    planes,
+    tiny_config,
+    tiny_state,
+)
 
 
 def unit_planes(unit):
@@ -54,12 +63,17 @@ class Reader(threading.Thread):
 
 @pytest.mark.parametrize("clipping", ["deferred", "optimistic"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("spare_units", [0, 1, 100])
-def test_no_mix_of_two_steps(clipping, dtype, spare_units):
+@pytest.mark.parametrize(
+    ("spare_units", "device_units"), [(0, 0), (1, 0), (100, 0), (0, 2), (9, 5)]
+)
+def test_no_mix_of_two_steps(clipping, dtype, spare_units, device_units):
     """Steps go on while the snapshot is read; both are bitwise what they would be alone."""
     config = tiny_config("llama", tied=True)
-    spec, state = tiny_state(config, dtype)
-    _, plain = tiny_state(config, dtype)
+    spec, filled = tiny_state(config, dtype)
+    state, plain = (ModelState(spec.units, dtype, device_units=device_units) for _ in range(2))
+    for target in (state, plain):
+        for (unit, param), (source, _) in zip(parameters(target), parameters(filled), strict=True):
+            unit.set_master(param, source.master(param))
     largest = max(unit.num_bytes for unit in state.units)
 
     def steps(engine, first, last):
@@ -67,6 +81,7 @@ def test_no_mix_of_two_steps(clipping, dtype, spare_units):
             engine.step(make_batches(2, seed=step), learning_rate=1e-2, max_grad_norm=0.5)
 
     settings = {"clipping": clipping, "lane_jitter_seconds": 0.002}
+    settings["device_units"] = device_units
     with make_engine(spec, plain, **settings) as engine:
         steps(engine, 0, 14)
         engine.synchronize()

@@ -95,7 +95,7 @@ class Snapshot:
             if index not in self._unread or index in self._copies:
                 return
             unit = self._state.units[index]
-            if index != self._reading and not unit.on_device and unit.num_bytes <= self._spare:
+            if index != self._reading and unit.num_bytes <= self._spare:
                 self._spare -= unit.num_bytes
                 self._copies[index] = unit.copy()
                 return
@@ -109,10 +109,7 @@ class Snapshot:
     def _is_free(self) -> bool:
         # The unit that is being read is waited for: that takes no longer than a unit.
         left = self._unread - self._copies.keys() - {self._reading}
-        units = [self._state.units[index] for index in left]
-        return sum(u.num_bytes for u in units) <= self._spare and not any(
-            u.on_device for u in units
-        )
+        return sum(self._state.units[index].num_bytes for index in left) <= self._spare
 
     def give_up(self) -> None:
         """Refuse to be read any further."""

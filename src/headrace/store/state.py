@@ -95,11 +95,17 @@ class UnitState:
         return sum(plane.nbytes for plane in planes if plane is not None)
 
     def copy(self) -> UnitState:
-        """The same values in memory of their own."""
-        remainder = None if self.remainder is None else self.remainder.clone()
-        moments = self.exp_avg.clone(), self.exp_avg_sq.clone()
+        """The same values in host memory of their own."""
+
+        def taken(plane: torch.Tensor) -> torch.Tensor:
+            return plane.to("cpu", copy=True)
+
         return UnitState(
-            self.layout, self.weights.clone(), remainder, *moments, on_device=self.on_device
+            self.layout,
+            taken(self.weights),
+            None if self.remainder is None else taken(self.remainder),
+            taken(self.exp_avg),
+            taken(self.exp_avg_sq),
         )
 
     def master(self, param: ParamSpec) -> torch.Tensor:
