@@ -160,3 +160,13 @@ def test_a_charset_that_is_none_falls_back_to_the_source_s(tmp_path: Path, chars
     assert account(tmp_path, {"type": "mbox"}, mail)["num_documents"] == 4
     page = warc().replace(b"charset=utf-8", b"charset=%-5s" % charset.encode()[:5])
     assert account(tmp_path / "..", {"type": "warc"}, page)["num_records"] > 0
+
+
+def test_mail_that_the_library_stumbles_over_is_listed(tmp_path: Path) -> None:
+    nested = b"".join(
+        b"Content-Type: multipart/mixed; boundary=b%d\n\n--b%d\n" % (i, i) for i in range(3000)
+    )
+    data = MAIL.replace(b"=?utf-8?q?n=C3=BC?= 1", b"=?\xe9tf-8?q?n=C3=BC?= 1")
+    stats = account(tmp_path, {"type": "mbox"}, data + b"From a@b x\n" + nested + b"\n\n" + MAIL)
+    assert stats["num_documents"] == 8
+    assert sum(stats["reasons"].values()) == 1

@@ -8,6 +8,7 @@ clock. The rule that weighs them is the source's, not this reader's.
 from __future__ import annotations
 
 import email
+import email.errors
 import email.header
 import email.message
 import email.policy
@@ -72,25 +73,31 @@ def read_mail(
 def _message(
     source: MailSource, content: bytes, position: int, byte: int
 ) -> RawDocument | Rejection:
+    try:
+        return _document(source, content, position, byte)
+    except UnicodeDecodeError as error:
+        reason, detail = "bad_encoding", str(error)
+    except Exception as error:  # noqa: BLE001 - on damage the library raises what it happens to
+        reason, detail = "bad_record", f"no message: {type(error).__name__}: {error}"
+    return Rejection(reason=reason, detail=detail, position=position, byte=byte)
+
+
+def _document(
+    source: MailSource, content: bytes, position: int, byte: int
+) -> RawDocument | Rejection:
     message = email.message_from_bytes(content, policy=email.policy.compat32)
     if not message.keys():
         return Rejection(
             reason="bad_record", detail="no header fields", position=position, byte=byte
         )
-    doc_id = (_header(message, "Message-ID") or "").strip("<> \t") or None
-    try:
-        text = _body(message, source.encodings)
-    except UnicodeDecodeError as error:
-        return Rejection(
-            reason="bad_encoding", detail=str(error), position=position, byte=byte, doc_id=doc_id
-        )
+    text = _body(message, source.encodings)
     subject = _header(message, "Subject") or ""
     received = message.get_all("Received") or []
     return RawDocument(
         text=f"{subject}\n\n{text}".strip() if text.strip() else "",
         position=position,
         byte=byte,
-        doc_id=doc_id,
+        doc_id=(_header(message, "Message-ID") or "").strip("<> \t") or None,
         values={
             "date": _header(message, "Date"),
             "received": str(received[0]).rpartition(";")[2].strip() if received else None,
@@ -106,8 +113,8 @@ def _header(message: email.message.Message, name: str) -> str | None:
     try:
         decoded = email.header.make_header(email.header.decode_header(str(value)))
         return " ".join(str(decoded).split())
-    except (UnicodeDecodeError, LookupError, ValueError):
-        return " ".join(str(value).split())
+    except (LookupError, ValueError, email.errors.MessageError):
+        return " ".join(str(value).split())  # as it stands
 
 
 def _body(message: email.message.Message, encodings: tuple[str, ...]) -> str:
