@@ -256,7 +256,9 @@ def in_process(*words: str) -> dict[str, Any]:
         raise SystemExit(f"{' '.join(words)} failed:\n{done.stderr[-3000:]}")
     result: dict[str, Any] = json.loads(lines[-1].removeprefix("RESULT "))
     used = (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime)
-    return {**result, "all_cpu_s": used}
+    result["all_cpu_s"] = used
+    print(" ".join(words[:2]), json.dumps(result), file=sys.stderr, flush=True)
+    return result
 
 
 def adopt_orphans() -> None:
