@@ -4,10 +4,9 @@ Owns the assistant's spans. Two ways find them, and a row for which neither is c
 
 - the template marks them with ``{% generation %}``;
 - otherwise a turn begins where the rendering of everything before it ends, and ends where the
-  rendering of everything up to it ends. Both must be prefixes of the whole rendering. A template
+  rendering of everything up to it ends, if both are prefixes of the whole rendering. A template
   that renders a turn differently once others follow (Qwen3 drops earlier reasoning) has no such
-  end; the turn then ends where two renderings that differ in this turn's content alone become
-  equal again.
+  prefixes; the turn is then what tells the whole from renderings that differ in this turn alone.
 
 The end-of-turn token belongs to the turn before it: a model that is not taught to write it never
 stops. Chooses no template and reads no file.
@@ -15,6 +14,7 @@ stops. Chooses no template and reads no file.
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -175,47 +175,45 @@ class ChatRenderer:
     def _span(self, place: Place, row: Conversation, text: str, turn: int) -> Span:
         """Characters of one turn, from after its header to its end-of-turn token."""
         prompt = row.messages[turn]["role"] == "assistant"
+        content = row.messages[turn]["content"]
         before = row.messages[:turn]
         start_text = self._text(place, row, before, add_generation_prompt=prompt) if before else ""
-        if not text.startswith(start_text):
-            raise bad_row(
-                place,
-                f"the chat template renders what comes before message {turn} differently once "
-                "it follows, so where it begins is not certain",
-                _UNSTABLE,
-            )
-        start = len(start_text)
         upto = self._text(place, row, row.messages[: turn + 1])
-        if text.startswith(upto) and len(upto) > start:
-            end = start + len(text[start : len(upto)].rstrip())
-        else:
-            end = self._end(place, row, text, turn, start)
-        content = row.messages[turn]["content"]
+        begins, ends = text.startswith(start_text), text.startswith(upto)
+        start, end = len(start_text), len(upto.rstrip())
+        if not (begins and ends and end >= start):
+            first, last = self._between(place, row, text, turn)
+            start = start if begins and start <= last else first
+            end = end if ends and end >= start else last
         if not prompt and isinstance(content, str):
             # Nobody is asked to write the header of another role.
             start += max(0, text[start:end].find(content.strip()))
         return start, end
 
-    def _end(self, place: Place, row: Conversation, text: str, turn: int, start: int) -> int:
-        """Where the content ends, from a rendering that differs in this content alone."""
-        content = row.messages[turn]["content"]
-        if isinstance(content, str) and content.strip() and "tool_calls" not in row.messages[turn]:
-            other = "b" if content.rstrip().endswith("a") else "a"
-            changed = [dict(message) for message in row.messages]
-            changed[turn]["content"] = other
+    def _between(self, place: Place, row: Conversation, text: str, turn: int) -> Span:
+        """Where a turn begins and ends, from renderings that differ in this turn alone.
+
+        What they share at their beginnings is all that comes before what the turn says, and what
+        they share at their ends begins with what ends the turn.
+        """
+        first, same = len(text), len(text)
+        for other in "ab":  # one of them begins, and one ends, otherwise than the turn does
+            changed = list(row.messages)
+            changed[turn] = {"role": row.messages[turn]["role"], "content": other}
             variant = self._text(place, row, changed)
-            same = _common_suffix(text, variant)
-            end = len(text) - same
-            if variant.startswith(text[:start]) and end > start:
-                # The end-of-turn token follows at once.
-                tail = re.match(r"\s*(<[^<>\s]+>|\[[^\[\]\s]+\])", text[end:])
-                return end if tail is None else end + tail.end()
-        raise bad_row(
-            place,
-            f"the chat template renders message {turn} differently once others follow, so where "
-            "it ends is not certain",
-            _UNSTABLE,
-        )
+            first = min(first, _common_prefix(text, variant))
+            same = min(same, _common_prefix(text[::-1], variant[::-1]))
+        last = len(text) - same
+        if first > last:
+            raise bad_row(
+                place,
+                f"the chat template does not show what message {turn} says where it stands, so "
+                "what is supervised is not certain",
+                _UNSTABLE,
+            )
+        # The end-of-turn token follows at once.
+        tail = re.match(r"\s*(<[^<>\s]+>|\[[^\[\]\s]+\])", text[last:])
+        return first, last if tail is None else last + tail.end()
 
     # -- tokens ----------------------------------------------------------------------------
 
@@ -267,10 +265,5 @@ def _says_only(text: str, content: Any) -> bool:
     return bool(said) and text.rstrip().endswith(said)
 
 
-def _common_suffix(one: str, other: str) -> int:
-    length = 0
-    for a, b in zip(reversed(one), reversed(other), strict=False):
-        if a != b:
-            break
-        length += 1
-    return length
+def _common_prefix(one: str, other: str) -> int:
+    return len(os.path.commonprefix([one, other]))  # noqa: RUF071 - characters are meant

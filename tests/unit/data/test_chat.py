@@ -153,14 +153,59 @@ def test_a_template_that_rewrites_earlier_turns_is_followed(supervised):
     assert said == [BOTH[0], "<think>\n\n</think>\n\n" + BOTH[1]]
 
 
+def test_a_header_that_depends_on_what_follows_is_followed(supervised):
+    template = (
+        "{% for m in messages %}{{ messages | length }}: {{ m.content }}<|im_end|>{% endfor %}"
+    )
+    assert supervised({"messages": TALK}, template)[0] == BOTH
+
+
+def test_an_empty_reasoning_block_of_the_prompt_is_not_supervised(supervised):
+    """As Qwen3's with enable_thinking: false, whose generation prompt holds the block."""
+    template = THINKING.replace(
+        "<|im_start|>assistant\n{% endif %}",
+        "<|im_start|>assistant\n{% if not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+        "{% endif %}",
+    )
+    keys = {"chat_template_kwargs": {"enable_thinking": False}}
+    assert supervised({"messages": TALK}, template, **keys)[0] == BOTH
+
+
+def test_tool_calls_before_the_last_question_are_followed(supervised):
+    """As Qwen3's: an empty reasoning block is written for turns after the last question only."""
+    template = (
+        "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
+        "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.role == 'assistant' and loop.index0 > ns.last %}<think>\n\n</think>\n\n{% endif %}"
+        "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}"
+        "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    call = {"type": "function", "function": {"name": "get", "arguments": {"x": 1}}}
+    talk = [
+        TALK[1],
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "4"},
+        *TALK[2:],
+    ]
+    said, text = supervised({"messages": talk}, template)
+    assert said == [
+        '<tool_call>{"name": "get", "arguments": {"x": 1}}</tool_call><|im_end|>',
+        BOTH[0],
+        "<think>\n\n</think>\n\n" + BOTH[1],
+    ]
+    assert text.count("<think>") == 1
+
+
 @pytest.mark.parametrize(
     ("template", "messages", "message"),
     [
-        # The header of every turn depends on how many follow.
+        # What comes last is shown first, and what it says is not.
         (
-            "{% for m in messages %}{{ messages | length }}{{ m.content }}<|im_end|>{% endfor %}",
+            "{% for m in messages[::-1] %}{{ loop.length }}{{ m.role }}<|im_end|>{% endfor %}",
             TALK[1:3],
-            "where it begins is not certain",
+            "does not show what message 1 says",
         ),
         (
             "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
