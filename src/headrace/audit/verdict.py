@@ -19,8 +19,11 @@ if TYPE_CHECKING:
 # (benchmarks/audit_calibration.py).
 LEAST_SHARE = 0.002
 
-# The gain before the cutoff must reach that share by itself: what is known helps there. A model
-# that predicts nothing before and, by bad luck, worse than nothing after has the same contrast.
+# Of the contrast, the gain before the cutoff must make up at least this part: what is known helps
+# there. A model that predicts nothing before and, by bad luck, worse than nothing after has the
+# same contrast.
+BEFORE_PART = 0.5
+
 # The model's own predictions must fall at the cutoff too, if not significantly: untrained twins
 # predict worse than nothing at times, and a model that predicts nothing then gains on them.
 OWN_LEVEL = 0.2
@@ -165,9 +168,9 @@ def excuse(share: float, *, before: float, own_p: float) -> str:
     """Why a significant contrast of ``share`` of var(y) is no claim, or ""."""
     if share < LEAST_SHARE:
         return f"it is less than {LEAST_SHARE:g}"
-    if before < LEAST_SHARE:
+    if before < BEFORE_PART * share:
         return (
-            f"the gain before the cutoff is {before:.2g}, less than {LEAST_SHARE:g}: the model did "
+            f"the gain before the cutoff is {before:.2g}, less than half of that: the model did "
             "worse after it, not well before"
         )
     if own_p >= OWN_LEVEL:
