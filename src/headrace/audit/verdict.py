@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 # (benchmarks/audit_calibration.py).
 LEAST_SHARE = 0.002
 
-# Of the contrast, the gain before the cutoff must make up at least this part: what is known helps
-# there. A model that predicts nothing before and, by bad luck, worse than nothing after has the
-# same contrast.
+# The gain before the cutoff must be of that size itself, or make up this part of the contrast: what
+# is known helps there. A model that predicts nothing before and, by bad luck, worse than nothing
+# after has the same contrast.
 BEFORE_PART = 0.5
 
 # The model's own predictions must fall at the cutoff too, if not significantly: untrained twins
@@ -168,10 +168,10 @@ def excuse(share: float, *, before: float, own_p: float) -> str:
     """Why a significant contrast of ``share`` of var(y) is no claim, or ""."""
     if share < LEAST_SHARE:
         return f"it is less than {LEAST_SHARE:g}"
-    if before < BEFORE_PART * share:
+    if before < min(LEAST_SHARE, BEFORE_PART * share):
         return (
-            f"the gain before the cutoff is {before:.2g}, less than half of that: the model did "
-            "worse after it, not well before"
+            f"the gain before the cutoff is {before:.2g}: the model did worse after it, not well "
+            "before"
         )
     if own_p >= OWN_LEVEL:
         return f"the model's own predictions do not fall at the cutoff (p = {own_p:.2g})"

@@ -99,11 +99,13 @@ def test_a_significant_trifle_is_no_claim():
 
 
 def test_worse_than_nothing_after_the_cutoff_is_no_knowledge_before_it():
-    judgement = judge(replace(KNOWS, contrast_before={"common": 0.0049, "entity": 0.0}))
+    judgement = judge(replace(KNOWS, contrast_before={"common": 0.0019, "entity": 0.0}))
     assert judgement.verdict == "skill"
     assert any("not well before" in caution for caution in judgement.cautions)
-    gained = replace(KNOWS, contrast_before={"common": 0.0051, "entity": 0.0})
+    gained = replace(KNOWS, contrast_before={"common": 0.0021, "entity": 0.0})
     assert judge(gained).verdict == "knows_the_future"
+    small = replace(gained, contrast_share={"common": 0.003}, contrast_before={"common": 0.0016})
+    assert judge(small).verdict == "knows_the_future"
 
 
 def test_a_gain_on_twins_that_predict_worse_than_nothing_is_no_claim():
