@@ -16,6 +16,7 @@ import yaml
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from headrace.cli import main
 from headrace.errors import ConfigError
 from headrace.trainer import resolve, train
 from headrace.trainer.metrics import read_rows
@@ -305,3 +306,14 @@ def test_entries_of_axolotl_are_translated():
     assert any("train_on_inputs: True -> train_on_inputs of each dataset" in n for n in notes)
     again, more = resolve(config)
     assert (again, more) == (config, [])
+
+
+def test_a_published_file_is_planned_as_it_is(tmp_path, capsys):
+    file = tmp_path / "published.yaml"
+    file.write_text(yaml.safe_dump(LLAMA_FACTORY))
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", str(file), "--gpu", "h200", "--host-memory", "192GiB"])
+    assert ended.value.code == 0
+    said = capsys.readouterr()
+    assert "FITS on NVIDIA H200" in said.out
+    assert "deepspeed -> not looked at (headrace replaces it)" in said.err

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from headrace.plan.job import Job
     from headrace.plan.machine import Machine
 
+_REPLACED = ("deepspeed", "fsdp", "fsdp_config", "fsdp_version", "fsdp_final_state_dict_type")
+
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -100,7 +102,11 @@ def plan(
     if config is not None:
         from headrace.trainer.aliases import translate
 
-        settings, notes = translate(read_training_yaml(config))
+        given = read_training_yaml(config)
+        # What a plan does without; headrace train wants these emptied.
+        replaced = [key for key in _REPLACED if given.pop(key, None)]
+        settings, notes = translate(given)
+        notes += [f"{key} -> not looked at (headrace replaces it)" for key in replaced]
         for note in notes:
             typer.echo(f"{config}: {note}", err=True)
     named = model or settings.get("model_name_or_path") or settings.get("model_config")
