@@ -29,8 +29,8 @@ headrace doctor --model FOLDER
 ```
 
 needs no weights, only `config.json`, takes seconds, and says `ok`, or `refused` with the reason.
-The same test runs before the first step of `headrace train` for every class that is not in the
-first table, and is remembered by class, switches and versions.
+The same test runs before the first step of `headrace train`, and is remembered by class, switches
+and versions. With adapters it compares them with PEFT's, too ([training.md](training.md)).
 
 The twin is tested in float32 with weight slots that are overwritten with NaN whenever they are
 free: kept and recomputed activations, rows of one document and packed rows, the balancing loss of
@@ -74,15 +74,18 @@ are carried to every checkpoint and export unchanged; the log says how many.
 The balancing loss is that of the class (`load_balancing_loss_func`), of every micro-batch over all
 its layers, weighted by supervised tokens: it does not depend on waves or accumulation. As in
 transformers it is part of the gradient when the configuration has `output_router_logits: true`,
-with `router_aux_loss_coef`. Routing biases are not trained. A step whose recompute sends a token
-to another expert than forward did fails. Every expert without a token has a zero gradient.
+with `router_aux_loss_coef`, or by the key of that name in a training file. Routing biases are not
+trained. A step whose recompute sends a token to another expert than forward did fails. Every expert
+without a token has a zero gradient.
 
 ## Packed documents
 
 Attention never builds a mask: document boundaries, windows, soft caps and sinks are arguments of
 headrace's own attention function. Convolutions and states of gated DeltaNet layers begin anew with
-every document. Models whose layers do not hand document boundaries on to their mixers (StableLM,
-Mamba) are refused.
+every document. They run on torch operators, or on flash-linear-attention's kernel where that is
+installed, has no known fault with this card and Triton, and agrees with the torch operators on
+this card, results and gradients; which of them it is, is logged once. Models whose layers do not
+hand document boundaries on to their mixers (StableLM, Mamba) are refused.
 """
 
 _REFUSED = {
