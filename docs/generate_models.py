@@ -61,6 +61,29 @@ _TAIL = """
 Also refused: dropout and router noise above 0 (forward and recompute would differ), quantized
 weights, and integer buffers in a checkpoint.
 
+## Every class of transformers
+
+`python benchmarks/causal_lms.py --no-dropout` tests the default configuration of every causal LM
+class with dropout and router noise set to 0. With transformers 5.24, of 196 classes 94 are
+proven (worst gradient 1.2e-05, of one that amplifies rounding; all others within 1e-5):
+
+`afmoe`, `apertus`, `apertus1p5_text`, `arcee`, `aria_text`, `axk1`, `beam`, `bitnet`, `codegen`,
+`cohere`, `cohere2`, `cohere2_moe`, `cwm`, `deepseek_v3`, `diffllama`, `ernie4_5`, `ernie4_5_moe`,
+`exaone`, `exaone4`, `exaone_moe`, `flex_olmo`, `flint`, `fuyu`, `gemma`, `gemma2`, `gemma3`,
+`gemma3_text`, `glm`, `glm4`, `glm4_moe`, `glm4_moe_lite`, `got_ocr2`, `gpt-sw3`, `gpt2`,
+`gpt_bigcode`, `gpt_neox`, `gpt_oss`, `gptj`, `granite`, `granite_swa`, `granitemoe`,
+`granitemoe_swa`, `granitemoeshared`, `helium`, `hy_v3`, `hyperclovax`, `internlm3`,
+`iquestcoder`, `jais2`, `jetmoe`, `kolibri1`, `laguna`, `lara_mini`, `lfm2`, `llama`,
+`longcat_flash`, `mellum`, `mimo_v2_flash`, `minicpm3`, `minimax_m2`, `minimax_m3_vl_text`,
+`ministral3`, `mistral`, `mixtral`, `moshi`, `moss_transcribe_diarize`, `nanochat`, `olmo`,
+`olmo2`, `olmo3`, `olmo_hybrid`, `olmoe`, `opt`, `persimmon`, `phi`, `phi3`, `phimoe`, `qwen2`,
+`qwen2_moe`, `qwen3`, `qwen3_5`, `qwen3_5_moe`, `qwen3_5_moe_text`, `qwen3_5_text`, `qwen3_moe`,
+`qwen3_next`, `sarvam_mla`, `sarvam_moe`, `seed_oss`, `smollm3`, `solar_open`, `starcoder2`,
+`vaultgemma`, `youtu`.
+
+The others are encoders and encoder-decoders, state-space models, models that build masks of their
+own, share state between layers, or leave sizes open by default; the program prints each reason.
+
 ## Checkpoints
 
 Weights are read and written in the form that transformers writes: experts one by one where it
