@@ -317,3 +317,15 @@ def test_a_published_file_is_planned_as_it_is(tmp_path, capsys):
     said = capsys.readouterr()
     assert "FITS on NVIDIA H200" in said.out
     assert "deepspeed -> not looked at (headrace replaces it)" in said.err
+
+
+def test_a_pretraining_dataset_is_streamed():
+    settings = {key: value for key, value in AXOLOTL.items() if key != "datasets"} | {
+        "pretraining_dataset": [{"path": "c4", "type": "pretrain", "text_column": "body"}],
+        "max_steps": 100, "val_set_size": 0,
+    }  # fmt: skip
+    config, notes = resolve(settings)
+    (source,) = config.datasets
+    assert (source.type, source.text_field, source.streaming) == ("text", "body", True)
+    assert (config.save_strategy, config.evaluates, config.excess_length) == ("no", "no", "split")
+    assert any(note.startswith("pretraining_dataset: ") for note in notes)

@@ -264,6 +264,11 @@ def complete(result: dict[str, Any], notes: list[str]) -> None:
         if kind == "cosine":
             result["lr_scheduler_type"] = "cosine_with_min_lr"
             notes.append("lr_scheduler_type: cosine -> cosine_with_min_lr (it has a minimum)")
+    if any(isinstance(e, dict) and e.get("streaming") for e in result.get("datasets") or []):
+        for key in ("eval_strategy", "save_strategy"):
+            if result.get(key) == "epoch":
+                result[key] = "no"
+                notes.append(f"{key}: epoch -> no (a stream has no epochs; the end is saved)")
     if not result.get("val_set_size") and not result.get("eval_datasets"):
         for key in ("eval_strategy", "eval_steps"):
             if result.get(key) not in (None, "no"):
