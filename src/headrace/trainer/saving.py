@@ -81,23 +81,28 @@ class Saver:
         assert self._thread is None, "the save before was not finished"
         spare = spare_bytes(self._config, self._state.layouts)
         self._snapshot = Snapshot(self._state, spare_bytes=spare)
+        # Taken now: callbacks and the loader go on.
+        trainer_state = progress.to_dict()
         self._thread = threading.Thread(
-            target=self._write, args=(self._snapshot, progress), name="headrace-save", daemon=True
+            target=self._write,
+            args=(self._snapshot, progress.step, trainer_state),
+            name="headrace-save",
+            daemon=True,
         )
         self._thread.start()
 
-    def _write(self, snapshot: Snapshot, progress: Progress) -> None:
+    def _write(self, snapshot: Snapshot, step: int, trainer_state: dict[str, Any]) -> None:
         try:
             with self._own_stream():
                 path = write_checkpoint(
                     self._config.output_dir,
                     self._spec,
                     snapshot,
-                    step=progress.step,
-                    trainer_state=progress.to_dict(),
+                    step=step,
+                    trainer_state=trainer_state,
                     tokenizer=self._tokenizer,
                 )
-            self._written = progress.step, path
+            self._written = step, path
         except BaseException as error:  # noqa: BLE001 - handed to whoever waits
             self._error = error
         finally:
