@@ -38,6 +38,9 @@ def choose_device(name: str) -> torch.device:
     Raises:
         ConfigError: torch knows no such device, or it is not there.
     """
+    # Read when CUDA starts. Placement fills a card, and a full card has no room for the holes that
+    # blocks of fixed size leave.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

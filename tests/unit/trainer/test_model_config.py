@@ -1,6 +1,7 @@
 """Model configurations from which no model can be built, or not the one that was meant."""
 
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -102,6 +103,17 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
     assert preflight.choose_device("cuda:1").index == 1
     with pytest.raises(ConfigError, match="there are 2 GPUs"):
         preflight.choose_device("cuda:2")
+
+
+def test_memory_grows_in_place_unless_the_user_says_otherwise(monkeypatch):
+    """A card filled by placement runs out of memory in the holes between fixed blocks."""
+    variable = "PYTORCH_CUDA_ALLOC_CONF"
+    monkeypatch.delenv(variable, raising=False)
+    preflight.choose_device("cpu")
+    assert os.environ[variable] == "expandable_segments:True"
+    monkeypatch.setenv(variable, "max_split_size_mb:512")
+    preflight.choose_device("cpu")
+    assert os.environ[variable] == "max_split_size_mb:512"
 
 
 def test_a_launcher_s_count_that_is_no_number_is_refused(monkeypatch):
