@@ -39,6 +39,29 @@ class MicroBatch:
         """Positions, padding included."""
         return self.input_ids_BT.numel()
 
+    def split(self, rows: int) -> list[MicroBatch]:
+        """The same tokens in micro-batches of at most ``rows`` rows; documents stay whole."""
+        total, length = self.input_ids_BT.shape
+        parts = []
+        for start in range(0, total, rows):
+            stop = min(start + rows, total)
+            boundaries = self.cu_seqlens
+            if boundaries is not None:
+                first, last = start * length, stop * length
+                inside = boundaries[(boundaries >= first) & (boundaries <= last)]
+                if inside[0] != first or inside[-1] != last:
+                    return [self]  # a document goes over the end of a row
+                boundaries = inside - first
+            parts.append(
+                MicroBatch(
+                    input_ids_BT=self.input_ids_BT[start:stop],
+                    targets_BT=self.targets_BT[start:stop],
+                    position_ids_BT=self.position_ids_BT[start:stop],
+                    cu_seqlens=boundaries,
+                )
+            )
+        return parts
+
     @property
     def num_supervised_tokens(self) -> int:
         """Positions with a target."""

@@ -1,9 +1,13 @@
 """How a step runs does not change its result: modes, waves, slots, chunks, threads, delays."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from headrace.engine import slots, windows
+from headrace.errors import ConfigError
 from tiny import differing, make_batches, make_engine, planes, tiny_config, tiny_state, train
 
 STEPS = 4
@@ -67,6 +71,40 @@ def test_waves_of_a_tied_model_agree_to_rounding(plain, per_wave):
             # Three learning rates: a gradient near zero may turn its sign.
             assert (weights - wanted).abs().max() < 3e-3
             assert (weights - wanted).abs().mean() < 1e-6
+
+
+@pytest.mark.parametrize("cuts", [(), (4, 11)])
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_cut_micro_batches_agree_to_rounding(rows, cuts):
+    """Two rows a micro-batch, whole or cut: the same tokens weigh the same."""
+    losses, norms = [], []
+    for settings in ({}, {"rows_per_micro_batch": rows}):
+        spec, state = tiny_state(tiny_config(tied=False))
+        with make_engine(spec, state, **settings) as engine:
+            batches = make_batches(2, cuts=cuts)
+            assert batches[0].input_ids_BT.shape[0] == 2
+            evaluated = engine.evaluate(batches)
+            result = engine.step(batches, learning_rate=1e-3)
+        losses.append((evaluated.loss_sum, result.loss))
+        norms.append(result.grad_norm)
+        assert result.num_supervised_tokens == evaluated.num_supervised_tokens
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+def test_a_document_over_the_end_of_a_row_is_not_cut():
+    (batch,) = make_batches(1)
+    rows, length = batch.input_ids_BT.shape
+    crossing = replace(batch, cu_seqlens=torch.tensor([0, length + 2, rows * length]))
+    assert crossing.split(1) == [crossing]
+    assert [part.num_tokens for part in batch.split(1)] == [length] * rows
+
+
+def test_micro_batches_of_a_balancing_loss_are_not_cut():
+    spec, state = tiny_state(tiny_config())
+    spec.auxiliary_loss = SimpleNamespace(coefficient=0.01)
+    with pytest.raises(ConfigError, match="rows_per_micro_batch is 1, but a loss over"):
+        make_engine(spec, state, rows_per_micro_batch=1)
 
 
 def test_one_slot_count_after_another_in_one_engine():

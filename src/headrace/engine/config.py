@@ -30,6 +30,9 @@ class EngineConfig:
             evenly among them; None lets the trainer choose (on the CPU none).
         device_units: how many units, from the embedding on, have weights, moments and gradient on
             the device instead of in host memory; None lets the trainer choose (on the CPU none).
+        rows_per_micro_batch: cut micro-batches of more rows; None takes them as they come, or lets
+            the trainer choose on CUDA. Not for models with a balancing loss: it is a mean over the
+            tokens of a micro-batch.
         micro_batches_per_wave: micro-batches that pass through a layer before the next layer is
             sent; None puts the whole step in one wave. Several waves accumulate gradients of all
             units in float32 on the device.
@@ -56,6 +59,7 @@ class EngineConfig:
     recompute_layers: int | None = None
     offload_layers: int | None = None
     device_units: int | None = None
+    rows_per_micro_batch: int | None = None
     micro_batches_per_wave: int | None = None
     weight_slots: int = 3
     gradient_slots: int = 2
@@ -86,7 +90,7 @@ class EngineConfig:
         for name, (value, least) in limits.items():
             if value < least:
                 raise ConfigError(f"engine.{name} is {value}; it must be at least {least}")
-        for name in ("micro_batches_per_wave", "update_threads"):
+        for name in ("rows_per_micro_batch", "micro_batches_per_wave", "update_threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"engine.{name} is {value}; it must be at least 1, or absent")

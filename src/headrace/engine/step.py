@@ -76,6 +76,13 @@ class Engine:
                 f"engine.device_units is {self.config.device_units}, but the state was allocated "
                 f"with {state.device_units} units on the device"
             )
+        if self.config.rows_per_micro_batch is not None and spec.is_balanced:
+            raise ConfigError(
+                f"engine.rows_per_micro_batch is {self.config.rows_per_micro_batch}, but a loss "
+                "over the tokens of each micro-batch balances this model's experts, and cutting "
+                "changes it",
+                remedy="leave it out and lower per_device_train_batch_size instead",
+            )
         # On the CPU a bf16 model computes in fp32, upcast as it enters the slot: bf16 matmuls are
         # 10x slower on processors without bf16 units.
         cuda = self.device.type == "cuda"
@@ -169,6 +176,7 @@ class Engine:
             NumericsError: gradients were non-finite for many steps in a row.
             LaneError: a transfer or update failed.
         """
+        micro_batches = self._cut(micro_batches)
         num_supervised = sum(batch.num_supervised_tokens for batch in micro_batches)
         if num_supervised == 0:
             raise DataError("no token of this step's batch is supervised: every target is -100")
@@ -247,6 +255,7 @@ class Engine:
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         """Cross-entropy of ``micro_batches`` without gradients, wave by wave."""
+        micro_batches = self._cut(micro_batches)
         loss_sum = 0.0
         for batches, hidden in self._waves.forward_only(micro_batches):
             for batch, hidden_BTD in zip(batches, hidden, strict=True):
@@ -301,3 +310,9 @@ class Engine:
             )
         self._windows.release_ends()
         return result_BTD.float().cpu()
+
+    def _cut(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        rows = self.config.rows_per_micro_batch
+        if rows is None:
+            return micro_batches
+        return [part for batch in micro_batches for part in batch.split(rows)]

@@ -174,6 +174,11 @@ class ModelSpec:
             ) from error
 
     @property
+    def is_balanced(self) -> bool:
+        """A loss over the tokens of each micro-batch balances its experts."""
+        return self.auxiliary_loss is not None and self.auxiliary_loss.coefficient != 0
+
+    @property
     def embedding_name(self) -> str:
         """Local name of the token embedding's matrix in the embedding unit."""
         path = path_of(self.model, self._embedding)

@@ -31,11 +31,24 @@ class Workload:
         tokens: positions of one micro-batch.
         micro_batches: micro-batches of a step.
         sequence_length: tokens that attend to each other at most.
+        rows: of one micro-batch, which can be cut between them.
     """
 
     tokens: int
     micro_batches: int
     sequence_length: int
+    rows: int = 1
+
+    def cut(self, rows: int) -> Workload:
+        """The same tokens in micro-batches of at most ``rows`` rows."""
+        rows = min(rows, self.rows)
+        pieces = -(-self.rows // rows)
+        return Workload(
+            tokens=self.tokens // self.rows * rows,
+            micro_batches=self.micro_batches * pieces,
+            sequence_length=self.sequence_length,
+            rows=rows,
+        )
 
     def per_wave(self, config: EngineConfig) -> int:
         """Micro-batches of the largest wave."""

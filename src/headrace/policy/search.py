@@ -19,7 +19,7 @@ from headrace.policy.steptime import Rates, StepTime, predict_step
 from headrace.units import GIB, format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator
 
     from headrace.engine.config import EngineConfig
     from headrace.models.spec import ModelSpec
@@ -36,9 +36,10 @@ OFFLOAD_PARTS = 9  # counts of offloaded layers that are tried
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A complete configuration with what it is expected to need and take."""
+    """A complete configuration with what it is expected to need and take, for a cut workload."""
 
     config: EngineConfig
+    workload: Workload
     budget: Budget
     time: StepTime
 
@@ -53,7 +54,7 @@ def choose(
     host_bytes: int,
     rates: Rates,
 ) -> Choice:
-    """Fill in what is None of units on the device, waves, offloaded and recomputed layers.
+    """Fill in what is None: units on the device, rows, waves, layers that offload or recompute.
 
     Args:
         spec: the model.
@@ -68,36 +69,25 @@ def choose(
         CapacityError: nothing fits; the message has the arithmetic of the nearest miss.
     """
     usable = int(device_bytes * USABLE_SHARE) - CONTEXT_BYTES
-    layers = spec.num_layers
-    unit_options: Sequence[int | None] = [config.device_units]
-    if config.device_units is None:
-        unit_options = range(len(spec.units) + 1)
-    wave_options: Sequence[int | None] = [config.micro_batches_per_wave]
-    if config.micro_batches_per_wave is None:
-        wave_options = _even_waves(workload.micro_batches)
-    offload_options: Sequence[int | None] = [config.offload_layers]
-    if config.offload_layers is None and config.activations == "keep":
-        offload_options = sorted({layers * part // OFFLOAD_PARTS for part in range(OFFLOAD_PARTS)})
     fitting: list[Choice] = []
     nearest: Budget | None = None
 
     def excess(budget: Budget) -> int:
         return max(budget.device_bytes - usable, 0) + max(budget.host_bytes - host_bytes, 0)
 
-    for units, per_wave in itertools.product(unit_options, wave_options):
-        for offload in offload_options:
-            candidate = replace(
-                config, device_units=units, micro_batches_per_wave=per_wave, offload_layers=offload
-            )
+    for cut, candidates in _candidates(spec, config, workload):
+        for candidate in candidates:
 
-            def budget_of(count: int | None, candidate: EngineConfig = candidate) -> Budget:
+            def budget_of(
+                count: int | None, candidate: EngineConfig = candidate, cut: Workload = cut
+            ) -> Budget:
                 complete = replace(candidate, recompute_layers=count)
-                return step_budget(spec, complete, dtype, workload)
+                return step_budget(spec, complete, dtype, cut)
 
             count = config.recompute_layers
             if count is None:
                 # Recomputing more layers never needs more: the fewest that fit, by halves.
-                most = 0 if config.activations == "recompute" else layers
+                most = 0 if config.activations == "recompute" else spec.num_layers
                 count = bisect.bisect_left(
                     range(most), True, key=lambda n: not excess(budget_of(n))
                 )
@@ -107,14 +97,13 @@ def choose(
                     nearest = budget
                 continue
             complete = replace(candidate, recompute_layers=count)
-            time = predict_step(spec, complete, workload, rates)
-            fitting.append(Choice(config=complete, budget=budget, time=time))
+            time = predict_step(spec, complete, cut, rates)
+            fitting.append(Choice(config=complete, workload=cut, budget=budget, time=time))
             if not count:
                 break  # nothing is recomputed: offloading more gains nothing
     if fitting:
         limit = min(choice.time.seconds for choice in fitting) * SAME_SPEED
-        # Of equally fast ones the least that moves: it leaves the host and the bus to others.
-        return max((c for c in fitting if c.time.seconds <= limit), key=_rest)
+        return max((c for c in fitting if c.time.seconds <= limit), key=_simplicity)
     assert nearest is not None
     raise CapacityError(
         f"no placement fits {format_bytes(usable)} of device and {format_bytes(host_bytes)} of "
@@ -125,14 +114,51 @@ def choose(
     )
 
 
-def _rest(choice: Choice) -> tuple[bool, int, int]:
+def _candidates(
+    spec: ModelSpec, config: EngineConfig, workload: Workload
+) -> Iterator[tuple[Workload, list[EngineConfig]]]:
+    """Settings to try but for the layers that recompute, by rising number of offloaded layers."""
+    layers = spec.num_layers
+    rows_options = [config.rows_per_micro_batch]
+    if config.rows_per_micro_batch is None and not spec.is_balanced:
+        rows_options = [rows for rows in _halves(workload.rows) if workload.rows % rows == 0]
+    offload_options = [config.offload_layers]
+    if config.offload_layers is None and config.activations == "keep":
+        offload_options = [*sorted({layers * p // OFFLOAD_PARTS for p in range(OFFLOAD_PARTS)})]
+    units_options = [config.device_units]
+    if config.device_units is None:
+        units_options = [*range(len(spec.units) + 1)]
+    for rows in rows_options:
+        cut = workload if rows is None else workload.cut(rows)
+        wave_options = [config.micro_batches_per_wave]
+        if config.micro_batches_per_wave is None:
+            wave_options = [*_halves(cut.micro_batches)]
+        for units, per_wave in itertools.product(units_options, wave_options):
+            yield (
+                cut,
+                [
+                    replace(
+                        config,
+                        rows_per_micro_batch=rows if cut.rows < workload.rows else None,
+                        device_units=units,
+                        micro_batches_per_wave=per_wave,
+                        offload_layers=offload,
+                    )
+                    for offload in offload_options
+                ],
+            )
+
+
+def _simplicity(choice: Choice) -> tuple[bool, int, int, int]:
+    """Of equally fast ones the least that moves: it leaves the host and the bus to others."""
     offloaded = choice.config.offload_layers or 0
-    return offloaded == 0, choice.config.device_units or 0, -offloaded
+    units = choice.config.device_units or 0
+    return offloaded == 0, units, -offloaded, -choice.workload.micro_batches
 
 
-def _even_waves(micro_batches: int) -> list[int]:
-    """Micro-batches of a wave: the whole step, and halves of it down to one."""
-    sizes = {-(-micro_batches // (1 << power)) for power in range(micro_batches.bit_length() + 1)}
+def _halves(count: int) -> list[int]:
+    """The whole, and halves of it down to one."""
+    sizes = {-(-count // (1 << power)) for power in range(count.bit_length() + 1)}
     return sorted(sizes, reverse=True)
 
 

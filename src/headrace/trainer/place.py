@@ -38,6 +38,7 @@ def place(
         tokens=config.per_device_train_batch_size * config.max_length,
         micro_batches=config.gradient_accumulation_steps,
         sequence_length=config.max_length,
+        rows=config.per_device_train_batch_size,
     )
     if device.type != "cuda":
         _check_host(config, spec, workload)
@@ -59,7 +60,8 @@ def place(
         f"placement: {units} of {len(spec.units)} units on the device, "
         f"{plan.count('recompute')} of {spec.num_layers} layers recompute, "
         f"{plan.count('offload')} offload, "
-        f"{workload.num_waves(choice.config)} waves; predicted "
+        f"{choice.workload.num_waves(choice.config)} waves of micro-batches of "
+        f"{choice.workload.rows} rows; predicted "
         f"{format_bytes(choice.budget.device_bytes)} on the device, "
         f"{format_bytes(choice.budget.host_bytes)} on the host, "
         f"{choice.time.seconds:.2f} s a step at typical rates, bound by {choice.time.binding}"

@@ -1,5 +1,7 @@
 """Predicted bytes and times against what was measured, and the choice between placements."""
 
+from types import SimpleNamespace
+
 import pytest
 from transformers import Qwen3Config
 
@@ -19,6 +21,8 @@ RATES = Rates(
     device_update_parameters=100e9, device_bytes=5e12,
 )  # fmt: skip
 WORKLOAD = Workload(tokens=8 * 4096, micro_batches=1, sequence_length=4096)
+EIGHT_ROWS = Workload(tokens=8 * 4096, micro_batches=1, sequence_length=4096, rows=8)
+CHUNK = {"loss_chunk_tokens": 2048}
 WAVES = {"micro_batches_per_wave": 1, "weight_slots": 4, "loss_chunk_tokens": 2048}
 
 
@@ -108,6 +112,36 @@ def test_choice_splits_a_step_in_waves_when_that_makes_room(qwen3_8b):
     assert split.config.recompute_layers == 0
     assert split.time.seconds < whole.time.seconds
     assert split.budget.device["gradients kept on the device"] == 0
+
+
+def test_choice_cuts_large_micro_batches(qwen3_8b):
+    """What eight accumulated rows of one reach, a micro-batch of eight rows reaches, too."""
+    limits = {"device_bytes": 139 * GIB, "host_bytes": 118 * GIB, "rates": RATES}
+    by_one = choose(qwen3_8b, settings(**CHUNK), "bfloat16", workload(1), **limits)
+    cut = choose(qwen3_8b, settings(**CHUNK), "bfloat16", EIGHT_ROWS, **limits)
+    assert cut.config.rows_per_micro_batch == 1
+    assert cut.workload.micro_batches == 8
+    assert cut.time.seconds == by_one.time.seconds
+    whole = choose(
+        qwen3_8b, settings(rows_per_micro_batch=8, **CHUNK), "bfloat16", EIGHT_ROWS, **limits
+    )
+    assert whole.workload.micro_batches == 1
+    assert whole.time.seconds > cut.time.seconds
+
+
+def test_a_choice_that_gains_nothing_cuts_nothing(qwen3_4b):
+    limits = {"device_bytes": 139 * GIB, "host_bytes": 118 * GIB, "rates": RATES}
+    few = Workload(tokens=2 * 4096, micro_batches=1, sequence_length=4096, rows=2)
+    choice = choose(qwen3_4b, settings(), "bfloat16", few, **limits)
+    assert choice.config.rows_per_micro_batch is None
+
+
+def test_experts_with_a_balancing_loss_are_never_cut(qwen3_4b, monkeypatch):
+    monkeypatch.setattr(qwen3_4b, "auxiliary_loss", SimpleNamespace(coefficient=0.01))
+    limits = {"device_bytes": 80 * GIB, "host_bytes": 118 * GIB, "rates": RATES}
+    choice = choose(qwen3_4b, settings(), "bfloat16", EIGHT_ROWS, **limits)
+    assert choice.config.rows_per_micro_batch is None
+    assert choice.workload == EIGHT_ROWS
 
 
 def test_waves_of_a_choice_are_even(qwen3_4b):
