@@ -35,10 +35,11 @@ def test_a_run_says_what_it_does(capsys, config_file, tmp_path):
     assert err == ""
     lines = out.splitlines()
     assert lines[0] == "config: sequence_len -> max_length"
-    assert lines[1].startswith("model: Qwen3ForCausalLM, ")
+    assert lines[1].startswith("model: Qwen3ForCausalLM trains exactly: gradients within ")
+    assert lines[2].startswith("model: Qwen3ForCausalLM, ")
     record = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert f"state: 12 bytes a parameter = {12 * record['num_parameters']:,} bytes" in lines[2]
-    assert "bytes of alignment" in lines[2]
+    assert f"state: 12 bytes a parameter = {12 * record['num_parameters']:,} bytes" in lines[3]
+    assert "bytes of alignment" in lines[3]
     assert any(line.startswith("step 2/2  loss ") for line in lines)
     assert f"saved {tmp_path / 'run' / 'checkpoint-2'}" in lines
     assert lines[-1].startswith("finished at step 2/2")
