@@ -521,3 +521,29 @@ def test_gradients_that_are_not_finite_are_counted_not_applied(run_config, monke
     assert [row["num_skipped_steps"] for row in rows] == [0, 0, 1, 1, 1, 1, 1, 1]
     assert rows[2]["grad_norm"] is None
     assert json.loads((result.output_dir / "run.json").read_text())["num_skipped_steps"] == 1
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+def test_compiled_layers_are_counted_by_row_and_run(run_config):
+    """Packed rows: on the CPU attention inside documents is what no graph can do."""
+    seen = []
+
+    class Log(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            seen.append(logs)
+
+    engine = {"compile": True, "compile_backend": "eager"}
+    result = run_config(max_steps=2, packing=True, engine=engine, callbacks=[Log()])
+    rows = read_rows(result.output_dir / "metrics.jsonl")
+    for row, logs in zip(rows, seen[: len(rows)], strict=True):
+        assert row["compile"]["eager_calls"] > 0
+        assert row["compile"]["graphs"] == logs["compile_graphs"] > 0  # of the loss
+    record = json.loads((result.output_dir / "run.json").read_text())["compile"]
+    assert {k: record[k] for k in rows[-1]["compile"]} == rows[-1]["compile"]
+    assert sum(record["eager_reasons"].values()) == record["eager_calls"]
+
+
+def test_layers_that_are_not_compiled_are_not_counted(run_config):
+    result = run_config(max_steps=1)
+    assert "compile" not in read_rows(result.output_dir / "metrics.jsonl")[0]
+    assert "compile" not in json.loads((result.output_dir / "run.json").read_text())

@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from headrace.errors import ModelRefusedError
 from headrace.models import attention as attention_module
-from headrace.models.attention import attention, packing_arguments
+from headrace.models.attention import attention, packing_arguments, padded_boundaries
 from tiny import tiny_config
 
 B, H, K, T, E = 2, 4, 2, 13, 8
@@ -164,3 +164,18 @@ def test_memory_of_packed_rows(monkeypatch):
         assert masks == []
         attention(Caller(), *inputs(), None, sliding_window=4, **packing_arguments(CUTS, T))
     assert sorted(masks) == [(6, 6), (7, 7), (9, 9)]
+
+
+def test_numbers_of_documents_share_a_few_lengths_of_boundaries():
+    """Each length is a graph of the compiled layer, of which there may be eight."""
+    bounds = torch.arange(32768, dtype=torch.int32)
+    lengths = {len(padded_boundaries(bounds[:n], 32768)) for n in range(2, 32768, 50)}
+    assert len(lengths) == 5
+    assert len(padded_boundaries(bounds[:100], 32768)) == 128
+
+
+def test_padded_boundaries_are_documents_without_tokens():
+    padded = padded_boundaries(torch.tensor([0, 5, 14, 28], dtype=torch.int32), 28)
+    assert padded.dtype == torch.int32
+    assert padded.tolist() == [0, 5, 14, 28] + [28] * 12
+    assert padded_boundaries(None, 28) is None

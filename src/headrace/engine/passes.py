@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from headrace.engine.routing import StepRouting
     from headrace.engine.slots import GradientSlot
     from headrace.models.capture import CallCapture, LayerArguments
+    from headrace.models.compiling import Compiler
     from headrace.models.loss import ChunkLoss
     from headrace.models.routing import RouterOutput
     from headrace.models.spec import ModelSpec
@@ -96,18 +97,16 @@ class Passes:
         templates: Templates,
         *,
         loss_chunk_tokens: int,
-        compile_loss: str | None,
+        compiler: Compiler | None,
     ) -> None:
         self._spec = spec
         self._capture = capture
         self._templates = templates
         self._loss_chunk_tokens = loss_chunk_tokens
         self._chunk_loss: ChunkLoss = chunk_loss_with(spec.logit_rule)
-        # A rule in the model's own code stays as it is; compile_loss names a compiler backend.
-        if compile_loss is not None and spec.logit_rule.other is None:
-            self._chunk_loss = torch.compile(
-                self._chunk_loss, fullgraph=True, dynamic=False, backend=compile_loss
-            )
+        # A rule in the model's own code stays as it is.
+        if compiler is not None and spec.logit_rule.other is None:
+            self._chunk_loss = compiler.compile(self._chunk_loss, "chunk_loss")
 
     # -- embedding -------------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ from headrace.engine.waves import Waves
 from headrace.engine.windows import Exposure, Windows
 from headrace.errors import ConfigError, DataError
 from headrace.models.capture import CallCapture
+from headrace.models.compiling import CompileCounts, Compiler
 from headrace.models.scores import ScoreRecorder, TokenScores
 from headrace.models.templates import Templates
 
@@ -89,17 +90,13 @@ class Engine:
         bfloat16 = state.dtype == "bfloat16" and cuda
         self.compute_dtype = torch.bfloat16 if bfloat16 else torch.float32
         compile_layers = cuda if self.config.compile is None else self.config.compile
+        self._compiler = Compiler(self.config.compile_backend) if compile_layers else None
         self._passes = Passes(
             spec,
             CallCapture(spec, self.device),
-            Templates(
-                spec,
-                compile_layers=compile_layers,
-                backend=self.config.compile_backend,
-                device=self.device,
-            ),
+            Templates(spec, compiler=self._compiler, device=self.device),
             loss_chunk_tokens=self.config.loss_chunk_tokens,
-            compile_loss=self.config.compile_backend if compile_layers else None,
+            compiler=self._compiler,
         )
         jitter = random_delay(self.config.lane_jitter_seconds)
         self._tracer = Tracer.wanted(self.config, self.device)
@@ -154,6 +151,11 @@ class Engine:
     def synchronize(self) -> None:
         """Wait until the state holds every update; call before reading or saving it."""
         self.updater.synchronize()
+
+    @property
+    def compile_counts(self) -> CompileCounts | None:
+        """Graphs and eager calls so far; None when layers are not compiled."""
+        return None if self._compiler is None else self._compiler.counts
 
     # -- public passes ---------------------------------------------------------------------
 

@@ -56,6 +56,21 @@ def packing_arguments(cu_seqlens: torch.Tensor | None, max_length: int) -> dict[
     }
 
 
+def padded_boundaries(cu_seqlens: torch.Tensor | None, num_tokens: int) -> torch.Tensor | None:
+    """``cu_seqlens`` followed by documents without tokens, so that few lengths occur.
+
+    Room for documents of 256 tokens on average, and four times that again and again until it
+    suffices: a handful of lengths, each a compiled graph, where every count of documents would be
+    one and torch compiles eight of a function at most.
+    """
+    if cu_seqlens is None:
+        return None
+    length = max(16, num_tokens // 256)
+    while length < len(cu_seqlens):
+        length *= 4
+    return F.pad(cu_seqlens, (0, length - len(cu_seqlens)), value=num_tokens)
+
+
 def attention(
     module: torch.nn.Module,
     query_BHTE: torch.Tensor,

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from headrace.models.anatomy import accepted, bind
-from headrace.models.attention import packing_arguments
+from headrace.models.attention import packing_arguments, padded_boundaries
 from headrace.models.buffers import initial_buffers
 from headrace.models.summing import bindings, handles_for, sum_in_place
 
@@ -102,11 +102,12 @@ class CallCapture:
             ``hidden_BTD`` and one dictionary a layer.
         """
         self._record.clear()
+        boundaries = padded_boundaries(cu_seqlens, input_ids_BT.numel())
         arguments = {
             "input_ids": input_ids_BT,
             "position_ids": position_ids_BT,
             "use_cache": False,
-            **packing_arguments(cu_seqlens, input_ids_BT.shape[1]),
+            **packing_arguments(boundaries, input_ids_BT.shape[1]),
         }
         with contextlib.suppress(_LastLayer):
             bound = {**embed_parameters, **bindings(sums or {}, self._handles)}

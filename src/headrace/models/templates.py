@@ -1,14 +1,12 @@
 """One stateless layer a structure: parameters are bound at call time.
 
 Layers that agree in class, parameter shapes, buffers and relevant configuration share a template
-and, when compiled, one graph. Each template has a code object of its own: the compiler's recompile
-limit counts per code object, and sharing one would silently run eager from the ninth shape.
+and, when compiled, one graph (:mod:`headrace.models.compiling`).
 """
 
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,6 +30,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from headrace.models.capture import LayerArguments
+    from headrace.models.compiling import Compiler
     from headrace.models.spec import ModelSpec
 
 
@@ -95,10 +94,10 @@ class Templates:
         self,
         spec: ModelSpec,
         *,
-        compile_layers: bool,
-        backend: str = "inductor",
+        compiler: Compiler | None,
         device: torch.device | None = None,
     ) -> None:
+        """Take the layers' structures; ``compiler`` compiles them, None leaves them eager."""
         families.prepare(spec.model, device or torch.device("cpu"))
         self._templates: list[_Template] = []
         self._buffers: list[dict[str, torch.Tensor]] = []
@@ -112,8 +111,8 @@ class Templates:
             if key not in by_structure:
                 box = watch_routers(layer, spec.model)  # before anything is traced
                 calls = _Calls(_layer_call, _layer_call)
-                if compile_layers:
-                    calls = _compiled(len(by_structure), backend, routes=box is not None)
+                if compiler is not None:
+                    calls = _compiled(compiler, len(by_structure), routes=box is not None)
                 by_structure[key] = _Template(layer, box, calls, summed)
                 self._handles.update(handles_for(summed, device))
             self._templates.append(by_structure[key])
@@ -217,30 +216,10 @@ def _policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> Checkp
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _own_code(function: _Call, name: str) -> _Call:
-    assert isinstance(function, types.FunctionType)
-    code = function.__code__.replace(co_name=name)
-    return types.FunctionType(code, function.__globals__, name, function.__defaults__)
-
-
-def _compiled(number: int, backend: str, *, routes: bool) -> _Calls:
-    keep = _own_code(_selective_layer_call, f"layer_structure_{number}_kept")
-    plain = _own_code(_layer_call, f"layer_structure_{number}")
-    options: dict[str, Any] = {"fullgraph": True, "dynamic": False, "backend": backend}
-    kept: _Call = torch.compile(keep, **options)
-    return _Calls(_side_effects_once(kept) if routes else kept, torch.compile(plain, **options))
-
-
-def _side_effects_once(kept: _Call) -> _Call:
-    """Routers write to a list inside the checkpointed region, which backward must not repeat.
-
-    That has to be said when the layer is traced, at its first call.
-    """
-
-    def call(*args: Any) -> tuple[tuple[torch.Tensor, ...], ...]:
-        with torch._dynamo.config.patch(  # noqa: SLF001 - the module has no public name
-            skip_fwd_side_effects_in_bwd_under_checkpoint=True
-        ):
-            return kept(*args)
-
-    return call
+def _compiled(compiler: Compiler, number: int, *, routes: bool) -> _Calls:
+    name = f"layer_structure_{number}"
+    # Routers write to a list inside the checkpointed region, which backward must not repeat. That
+    # has to be said when the layer is traced.
+    once = {"skip_fwd_side_effects_in_bwd_under_checkpoint": True} if routes else {}
+    kept = compiler.compile(_selective_layer_call, f"{name}_kept", eager=_layer_call, **once)
+    return _Calls(kept, compiler.compile(_layer_call, name))

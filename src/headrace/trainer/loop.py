@@ -206,6 +206,8 @@ class TrainingLoop:
         row: dict[str, Any] = {}
         if control.should_log:
             row |= self.meter.row(result, learning_rate=learning_rate, peaks=self._peaks)
+            if (counts := self._engine.compile_counts) is not None:
+                row["compile"] = counts.row()
         # A stop leaves the evaluation to the session that goes on: a scheduler's grace period
         # may be shorter.
         self._evaluation_due = control.should_evaluate and bool(self._stop)
@@ -224,6 +226,8 @@ class TrainingLoop:
         flat = {k: v for k, v in row.items() if v is not None and k not in {"step", "epoch"}}
         for lane, waited in flat.pop("exposed_seconds", {}).items():
             flat[f"exposed_{lane}_seconds"] = waited
+        for name, count in flat.pop("compile", {}).items():
+            flat[f"compile_{name}"] = count
         for key, over in (("busiest_expert", max), ("num_idle_experts", sum)):
             if key in flat:  # trackers take numbers: the worst layer, and all layers together
                 flat[key] = over(flat[key].values())

@@ -230,9 +230,16 @@ class _Session:
             )
         reason = error.message if isinstance(error, HeadraceError) else repr(error)
         try:
-            self._record.end(outcome, last_step=loop.step, error=reason)
+            self._record.end(outcome, last_step=loop.step, error=reason, **self._compiled())
         except OSError:
             return  # a full disk is often the reason; the first error is the one to show
+
+    def _compiled(self) -> dict[str, Any]:
+        """What became of the layers that were to be compiled in this session."""
+        counts = self._engine.compile_counts
+        if counts is None:
+            return {}
+        return {"compile": {**counts.row(), "eager_reasons": dict(counts.eager_calls)}}
 
     def _ended(self, loop: TrainingLoop, stop: StopRequest, say: Say) -> TrainResult:
         prepared, meter, checkpoint = self._prepared, loop.meter, self._saver.last
@@ -263,6 +270,7 @@ class _Session:
             num_tokens=result.num_tokens,
             num_supervised_tokens=result.num_supervised_tokens,
             num_skipped_steps=meter.num_skipped_steps,
+            **self._compiled(),
         )
         say(
             f"{result.status} at step {result.step}/{result.num_steps}: "
