@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from headrace.data.conversation import Conversation
     from headrace.data.rows import Place
+    from headrace.errors import DataError
 
     Span = tuple[int, int]
 
@@ -131,29 +132,27 @@ class ChatRenderer:
             )
         # Templates raise on conversations they do not allow, in whatever way jinja comes to it.
         except Exception as error:
-            raise bad_row(
-                place,
-                f"the chat template does not render it ({type(error).__name__}: {error})",
-                "correct the order and the roles of its messages, or choose another chat_template:",
-            ) from error
+            raise _not_rendered(place, error) from error
 
     def _by_marks(self, place: Place, row: Conversation) -> Rendered:
         from transformers.utils.chat_template_utils import (  # noqa: PLC0415 - seconds of imports
             render_jinja_template,
         )
 
-        self._text(place, row, row.messages)  # for its message when it does not render
-        (text,), (marks,) = render_jinja_template(
-            conversations=[row.messages],
-            tools=row.tools,
-            chat_template=self._template,
-            return_assistant_tokens_mask=True,
-            **{
-                **self._tokenizer.special_tokens_map,
-                "add_generation_prompt": False,
-                **self._variables,
-            },
-        )
+        try:
+            (text,), (marks,) = render_jinja_template(
+                conversations=[row.messages],
+                tools=row.tools,
+                chat_template=self._template,
+                return_assistant_tokens_mask=True,
+                **{
+                    **self._tokenizer.special_tokens_map,
+                    "add_generation_prompt": False,
+                    **self._variables,
+                },
+            )
+        except Exception as error:  # as in _text
+            raise _not_rendered(place, error) from error
         spans = [(int(first), int(last)) for first, last in marks if first < last]
         turns = _assistants(row)
         if len(spans) == len(turns):
@@ -249,6 +248,14 @@ class ChatRenderer:
         elif self._train_on_eos == "last" and last_end is not None:
             known[last_end] = True
         return ids, np.where(known, ids, np.int32(IGNORE_INDEX))
+
+
+def _not_rendered(place: Place, error: Exception) -> DataError:
+    return bad_row(
+        place,
+        f"the chat template does not render it ({type(error).__name__}: {error})",
+        "correct the order and the roles of its messages, or choose another chat_template:",
+    )
 
 
 def _assistants(row: Conversation) -> list[int]:

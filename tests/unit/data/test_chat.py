@@ -213,6 +213,11 @@ def test_tool_calls_before_the_last_question_are_followed(supervised):
             "never learn to stop",
         ),
         ("{{ raise_exception('no system') }}", TALK, "does not render it .*no system"),
+        (
+            "{% generation %}{{ raise_exception('no system') }}{% endgeneration %}",
+            TALK,
+            "does not render it .*no system",
+        ),
         (PLAIN, [{"role": "user"}], "a message without 'content'"),
         (PLAIN, [{"role": "judge", "content": "x"}], "role is 'judge'"),
         (PLAIN, [{"role": "user", "content": "a \ud800"}], "half a character"),
