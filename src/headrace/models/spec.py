@@ -103,7 +103,7 @@ class ModelSpec:
 
         Raises:
             ModelRefusedError: the streamed step would not be exact for this class or a switch.
-            ConfigError: adapters were asked for where there is no such layer, or all is frozen.
+            ConfigError: adapters were asked for where there is no such layer.
         """
         self.source_config = copy.deepcopy(config)
         self.config = text_config(config)

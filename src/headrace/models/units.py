@@ -87,7 +87,7 @@ def plan_units(
         )
     float32 = {name for name in saved if anatomy.without_number(name) in anatomy.float32}
     named = [("embed", embed), *((f"layers.{i}", e) for i, e in enumerate(layers))]
-    units = tuple(
+    return tuple(
         plan_unit(
             name,
             entry,
@@ -97,9 +97,6 @@ def plan_units(
         )
         for name, entry in (*named, ("head", tail + head))
     )
-    if not any(unit.num_trainable for unit in units):
-        raise ConfigError("every parameter is frozen, so there is nothing to train")
-    return units
 
 
 def _names(layers: list[list[_Entry]]) -> set[str]:

@@ -53,10 +53,14 @@ def _with_frozen(config: TrainConfig, model_config: Any) -> ModelSpec:
         names.append(name)
         return config.is_trained(name)
 
-    try:
-        return ModelSpec.from_config(model_config, trainable=trained)
-    finally:
-        _check_patterns(config, names)
+    spec = ModelSpec.from_config(model_config, trainable=trained)
+    _check_patterns(config, names)
+    if not spec.num_trainable_parameters:
+        raise ConfigError(
+            "every parameter is frozen, so there is nothing to train",
+            remedy="correct unfrozen_parameters and frozen_parameters",
+        )
+    return spec
 
 
 def _check_patterns(config: TrainConfig, names: list[str]) -> None:
