@@ -22,7 +22,7 @@ from headrace.engine.accumulators import Accumulators
 from headrace.engine.clipping import ClippingPolicy, clip_coefficient
 from headrace.engine.config import AdamWConfig, EngineConfig
 from headrace.engine.host_optimizer import UpdateSettings
-from headrace.engine.lanes import indexed_device, random_delay
+from headrace.engine.lanes import Mark, indexed_device, random_delay
 from headrace.engine.passes import Passes
 from headrace.engine.results import EvalResult, StepResult
 from headrace.engine.routing import StepRouting
@@ -196,6 +196,7 @@ class Engine:
         loss_sum = self._waves.forward_backward(
             micro_batches, scale=1.0 / num_supervised, early=early, routing=routing
         )
+        Mark.here(self.device).synchronize()  # compute is no wait; what is left of d2h then is
         waiting = time.perf_counter()
         norm = self.updater.gradient_norm()
         ended = time.perf_counter()
