@@ -10,7 +10,8 @@ when skill is: the covariance itself, or its ratio to the side's own variance. T
 tested both ways, pooled variance (a mean of products) and own variance (a ratio, linearised),
 and the larger p-value counts. A break of volatility at the cutoff then cannot pass for the
 cutoff's work, whichever of the two is constant; and with heavy tails, where either test alone
-rejects a constant skill on 10 to 16% of panels, both together reject on 1 to 4% (docs/audit.md).
+rejects a constant skill on 6 to 20% of panels, both together reject on 2% at most (docs/audit.md,
+benchmarks/audit_design.py).
 """
 
 from __future__ import annotations
