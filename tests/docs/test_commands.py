@@ -45,6 +45,7 @@ SMALLER = {
     ),
     "headrace train recipes/*.yaml*--dry-run": "",
     "headrace train recipes/tiny-cpu.yaml*": TINY_TRAIN,
+    "headrace tune recipes/tiny-cpu.yaml*": TINY_TRAIN,
     "headrace train recipes/*.yaml model_name_or_path=models/tiny *": (
         "max_length=64 excess_length=split max_steps=1 device=cpu progress=none"
     ),

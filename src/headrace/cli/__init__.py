@@ -15,6 +15,7 @@ from collections.abc import Sequence
 VERBS = {
     "quickstart": "Corpus, training, audit and report on small real data; a CPU is enough.",
     "plan": "Memory, speed, hours and money of a run before it is paid for.",
+    "tune": "Choose engine settings for a run by measuring this machine.",
     "train": "Train from a YAML file: headrace train CONFIG [key=value ...].",
     "export": "Write a checkpoint as a Hugging Face model folder.",
     "convert": "Merge sharded FSDP checkpoints, optimizer included, in one process.",

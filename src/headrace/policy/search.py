@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,7 +19,7 @@ from headrace.policy.steptime import Rates, StepTime, predict_step
 from headrace.units import GIB, format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from headrace.engine.config import EngineConfig
     from headrace.models.spec import ModelSpec
@@ -68,12 +68,69 @@ def choose(
     Raises:
         CapacityError: nothing fits; the message has the arithmetic of the nearest miss.
     """
-    usable = int(device_bytes * USABLE_SHARE) - CONTEXT_BYTES
+    return best(
+        fitting_choices(
+            spec,
+            config,
+            dtype,
+            workload,
+            room=Room(device_bytes=device_bytes, host_bytes=host_bytes),
+            rates=rates,
+        )
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """Memory that a step may take.
+
+    Attributes:
+        device_bytes: the device's memory; None when the model runs on the CPU.
+        host_bytes: host memory.
+    """
+
+    device_bytes: int | None
+    host_bytes: int
+
+    @property
+    def usable(self) -> int:
+        """Bytes of the device that the budget may fill."""
+        return int((self.device_bytes or 0) * USABLE_SHARE) - CONTEXT_BYTES
+
+    def excess(self, budget: Budget) -> int:
+        """Bytes that are missing."""
+        if self.device_bytes is None:
+            return max(budget.device_bytes + budget.host_bytes - self.host_bytes, 0)
+        over = max(budget.device_bytes - self.usable, 0)
+        return over + max(budget.host_bytes - self.host_bytes, 0)
+
+    def __str__(self) -> str:
+        host = f"{format_bytes(self.host_bytes)} of host memory"
+        if self.device_bytes is None:
+            return host
+        return f"{format_bytes(self.usable)} of device and {host}"
+
+
+def fitting_choices(
+    spec: ModelSpec,
+    config: EngineConfig,
+    dtype: StateDtype,
+    workload: Workload,
+    *,
+    room: Room,
+    rates: Rates,
+) -> list[Choice]:
+    """Every placement that fits, with its predicted time; at least one.
+
+    Raises:
+        CapacityError: nothing fits; the message has the arithmetic of the nearest miss.
+    """
+    cpu = room.device_bytes is None
+    if cpu:  # its device memory is the host's
+        config = replace(config, device_units=0, offload_layers=config.offload_layers or 0)
     fitting: list[Choice] = []
     nearest: Budget | None = None
-
-    def excess(budget: Budget) -> int:
-        return max(budget.device_bytes - usable, 0) + max(budget.host_bytes - host_bytes, 0)
+    excess = room.excess
 
     for cut, candidates in _candidates(spec, config, workload):
         for candidate in candidates:
@@ -82,7 +139,7 @@ def choose(
                 count: int | None, candidate: EngineConfig = candidate, cut: Workload = cut
             ) -> Budget:
                 complete = replace(candidate, recompute_layers=count)
-                return step_budget(spec, complete, dtype, cut)
+                return step_budget(spec, complete, dtype, cut, cpu=cpu)
 
             count = config.recompute_layers
             if count is None:
@@ -102,16 +159,41 @@ def choose(
             if not count:
                 break  # nothing is recomputed: offloading more gains nothing
     if fitting:
-        limit = min(choice.time.seconds for choice in fitting) * SAME_SPEED
-        return max((c for c in fitting if c.time.seconds <= limit), key=_simplicity)
+        return fitting
     assert nearest is not None
     raise CapacityError(
-        f"no placement fits {format_bytes(usable)} of device and {format_bytes(host_bytes)} of "
-        f"host memory; the nearest needs on the device {nearest.explain('device')}, and on the "
-        f"host {nearest.explain('host')}",
+        f"no placement fits {room}; the nearest needs on the device {nearest.explain('device')}, "
+        f"and on the host {nearest.explain('host')}",
         remedy="lower per_device_train_batch_size or max_length, or set "
         "engine.micro_batches_per_wave",
     )
+
+
+def best(choices: Sequence[Choice]) -> Choice:
+    """The shortest predicted step; of equally fast ones the one that moves least."""
+    limit = min(choice.time.seconds for choice in choices) * SAME_SPEED
+    return max((c for c in choices if c.time.seconds <= limit), key=_simplicity)
+
+
+def shortlist(choices: Sequence[Choice], count: int) -> list[Choice]:
+    """Up to ``count`` choices that differ in kind, the best first.
+
+    Of each kind (rows, waves, whether layers offload or recompute) only the best is worth a
+    measurement: neighbours in one kind differ by less than a measurement tells.
+    """
+    kinds: dict[tuple[Any, ...], list[Choice]] = {}
+    for choice in choices:
+        config = choice.config
+        kind = (
+            choice.workload.rows,
+            choice.workload.num_waves(config),
+            bool(config.offload_layers),
+            bool(config.recompute_layers),
+        )
+        kinds.setdefault(kind, []).append(choice)
+    first = best(choices)
+    rest = sorted(map(best, kinds.values()), key=lambda choice: choice.time.seconds)
+    return [first, *(choice for choice in rest if choice is not first)][:count]
 
 
 def _candidates(

@@ -35,6 +35,7 @@ class Rates:
         update_parameters: parameters a second that the host updates while DMA runs.
         device_update_parameters: parameters a second that the device updates.
         device_bytes: bytes a second that the device reads and writes.
+        attention: model FLOPs a second of attention, as a share of ``flops``.
     """
 
     flops: float
@@ -43,6 +44,7 @@ class Rates:
     update_parameters: float
     device_update_parameters: float
     device_bytes: float
+    attention: float = ATTENTION_RATE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +85,7 @@ def predict_step(
     matrices = flops_per_token(spec, 1)
     attention = flops_per_token(spec, workload.sequence_length) - matrices
     head_flops = 6.0 * spec.vocab_size * spec.hidden_size
-    layer_flops = matrices - head_flops + attention / ATTENTION_RATE
+    layer_flops = matrices - head_flops + attention / rates.attention
     layer_forward = tokens * layer_flops / 3 / rates.flops / spec.num_layers
     head = tokens * head_flops / rates.flops  # forward and backward in one pass
     recomputed = config.activation_plan(spec.num_layers).count("recompute")

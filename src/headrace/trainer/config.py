@@ -125,6 +125,8 @@ class TrainConfig(DataKeys, ModelKeys):
     """cuda where there is one, else cpu."""
     engine: EngineConfig = Field(default_factory=EngineConfig)
     """How a step runs; nothing here changes its result beyond rounding."""
+    tune_file: Path | None = None
+    """What headrace tune wrote; by default CONFIG.tune.yaml beside CONFIG.yaml, if it is there."""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -141,7 +143,7 @@ class TrainConfig(DataKeys, ModelKeys):
             raise ValueError("Input should be a count of steps, or a share of the run below 1")
         return value
 
-    @field_validator("output_dir", "data_cache_dir", mode="before")
+    @field_validator("output_dir", "data_cache_dir", "tune_file", mode="before")
     @classmethod
     def _expand_folder(cls, value: Any) -> Any:
         if not isinstance(value, str):
@@ -319,6 +321,10 @@ def resolve(
     for override in overrides:
         override_aliases(raw, override.partition("=")[0])
         apply_override(raw, override)
+    if isinstance(source, (str, Path)) and "tune_file" not in raw:
+        beside = Path(source).with_suffix(".tune.yaml")
+        if beside.is_file():
+            raw["tune_file"] = str(beside)
     translated, notes = translate(raw)
     translate_data(raw, translated, notes)
     refuse_unknown(translated, _keys(), "")

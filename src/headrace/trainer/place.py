@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from headrace import kernels
-from headrace.errors import CapacityError
+from headrace.errors import CapacityError, ConfigError
 from headrace.policy.budget import Workload, step_budget
-from headrace.policy.search import choose, typical_rates
+from headrace.policy.search import Choice, Room, best, fitting_choices, typical_rates
+from headrace.policy.steptime import predict_step
 from headrace.store.host_memory import host_memory
+from headrace.trainer import tune_file
 from headrace.trainer.saving import spare_bytes
 from headrace.units import format_bytes
 
@@ -23,7 +25,9 @@ if TYPE_CHECKING:
 
     from headrace.engine.config import EngineConfig
     from headrace.models.spec import ModelSpec
+    from headrace.policy.budget import Budget
     from headrace.trainer.config import TrainConfig
+    from headrace.trainer.tune_file import TuneRecord
 
 
 def place(
@@ -34,26 +38,36 @@ def place(
     Raises:
         CapacityError: nothing fits; nothing was allocated.
     """
-    workload = Workload(
-        tokens=config.per_device_train_batch_size * config.max_length,
-        micro_batches=config.gradient_accumulation_steps,
-        sequence_length=config.max_length,
-        rows=config.per_device_train_batch_size,
-    )
+    workload = workload_of(config)
+    limits = room(config, spec, device)
+    tuned = _tuned(config, spec, device, say)
+    engine = None
+    if tuned is not None:
+        engine = tuned.apply(config.engine)
+        if limits.excess(_budget(config, spec, engine, workload, cpu=device.type == "cpu")):
+            say(f"placement: what {config.tune_file} says does not fit the memory that is free now")
+            engine = None
     if device.type != "cuda":
+        if engine is not None:
+            say(f"placement: as {config.tune_file} says")
+            return engine
         _check_host(config, spec, workload)
         return config.engine
-    cores = config.engine.update_threads or kernels.num_usable_cores()
-    free_bytes, _ = torch.cuda.mem_get_info(device)
-    choice = choose(
-        spec,
-        config.engine,
-        config.dtype,
-        workload,
-        device_bytes=free_bytes,
-        host_bytes=host_memory().available - spare_bytes(config, spec.units),
-        rates=typical_rates(device, cores),
-    )
+    rates, source = typical_rates(device, num_update_threads(config)), "typical rates"
+    if tuned is not None:
+        rates, source = tuned.rates, f"the rates in {config.tune_file}"
+    if engine is None:
+        choice = best(
+            fitting_choices(spec, config.engine, config.dtype, workload, room=limits, rates=rates)
+        )
+    else:
+        cut = workload.cut(engine.rows_per_micro_batch or workload.rows)
+        choice = Choice(
+            config=engine,
+            workload=cut,
+            budget=_budget(config, spec, engine, workload, cpu=False),
+            time=predict_step(spec, engine, cut, rates),
+        )
     units = choice.config.device_units or 0
     plan = choice.config.activation_plan(spec.num_layers)
     say(
@@ -64,9 +78,57 @@ def place(
         f"{choice.workload.rows} rows; predicted "
         f"{format_bytes(choice.budget.device_bytes)} on the device, "
         f"{format_bytes(choice.budget.host_bytes)} on the host, "
-        f"{choice.time.seconds:.2f} s a step at typical rates, bound by {choice.time.binding}"
+        f"{choice.time.seconds:.2f} s a step at {source}, bound by {choice.time.binding}"
     )
     return choice.config
+
+
+def workload_of(config: TrainConfig) -> Workload:
+    """The tokens of a step."""
+    return Workload(
+        tokens=config.per_device_train_batch_size * config.max_length,
+        micro_batches=config.gradient_accumulation_steps,
+        sequence_length=config.max_length,
+        rows=config.per_device_train_batch_size,
+    )
+
+
+def room(config: TrainConfig, spec: ModelSpec, device: torch.device) -> Room:
+    """Memory that a step may take now; saves keep some for themselves."""
+    host_bytes = host_memory().available - spare_bytes(config, spec.units)
+    free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+    return Room(device_bytes=free_bytes, host_bytes=host_bytes)
+
+
+def num_update_threads(config: TrainConfig) -> int:
+    """Host threads of the optimizer."""
+    return config.engine.update_threads or kernels.num_usable_cores()
+
+
+def _budget(
+    config: TrainConfig, spec: ModelSpec, engine: EngineConfig, workload: Workload, *, cpu: bool
+) -> Budget:
+    cut = workload.cut(engine.rows_per_micro_batch or workload.rows)
+    return step_budget(spec, engine, config.dtype, cut, cpu=cpu)
+
+
+def _tuned(
+    config: TrainConfig, spec: ModelSpec, device: torch.device, say: Callable[[str], None]
+) -> TuneRecord | None:
+    """The choice that was made for this run, if there is one."""
+    if config.tune_file is None:
+        return None
+    try:
+        record = tune_file.read(config.tune_file)
+    except ConfigError as error:
+        say(f"tune: {config.tune_file} is passed over: {error.message}")
+        return None
+    now = tune_file.fingerprint(config, spec, device)
+    if changed := tune_file.differences(record.fingerprint, now):
+        rest = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
+        say(f"tune: {config.tune_file} is passed over: {changed[0]}{rest}; headrace tune renews it")
+        return None
+    return record
 
 
 def _check_host(config: TrainConfig, spec: ModelSpec, workload: Workload) -> None:
