@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 # The least share of var(y) that is called knowledge of the future. A date-block t of predictions
 # that are almost constant can be significant at a ten-thousandth of the variance; leaks worth 0.03
-# of R2 measured 0.0017 to 0.03 (5 and 95% of simulated panels), nothing known 0.0009 at 95%
+# of R2 measured 0.001 to 0.036 (5 and 95% of simulated panels), nothing known 0.0009 at 95%
 # (benchmarks/audit_calibration.py).
 LEAST_SHARE = 0.002
 
