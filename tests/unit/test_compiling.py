@@ -2,10 +2,12 @@
 
 import functools
 import logging
+import shutil
 
 import pytest
 import torch
 from torch._dynamo import register_backend
+from torch._dynamo.utils import counters
 
 from headrace.models.compiling import Compiler
 
@@ -95,3 +97,21 @@ def test_no_memory_to_compile_is_no_reason_to_run_eagerly():
 def test_an_error_of_the_function_itself_is_raised(compiler):
     with pytest.raises(ValueError, match="a bug"):
         compiler.compile(raises, "raising")(torch.ones(1))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on the CPU")
+def test_what_was_compiled_is_found_on_the_disk_again(tmp_path, monkeypatch):
+    """Nothing of ours keeps torch from remembering compiled graphs between runs."""
+    from torch._inductor import config  # noqa: PLC0415 - slow, here alone
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(config, "compile_threads", 1)
+    x = torch.ones(8)
+    for found in ("fxgraph_cache_miss", "fxgraph_cache_hit"):
+        torch._dynamo.reset()
+        counters.clear()
+        compiler = Compiler("inductor")
+        assert torch.equal(compiler.compile(twice, "doubled")(x, {"double": x}), 2.0 * x)
+        assert counters["inductor"][found] == 1
+        assert compiler.counts.row() == {"graphs": 1, "recompilations": 0, "eager_calls": 0}

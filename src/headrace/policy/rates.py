@@ -95,8 +95,18 @@ def measure_rates(
         num_threads: of the host's update.
         effort: what it may take; some seconds and 2 GiB on CUDA, less on the CPU.
     """
+    if device.type != "cuda":
+        return _measured(spec, workload, effort or CPU_EFFORT, device, num_threads)
+    with torch.cuda.device(device):  # kernels are launched where this points
+        found = _measured(spec, workload, effort or Effort(), device, num_threads)
+    torch.cuda.empty_cache()
+    return found
+
+
+def _measured(
+    spec: ModelSpec, workload: Workload, effort: Effort, device: torch.device, num_threads: int
+) -> MeasuredRates:
     cuda = device.type == "cuda"
-    effort = effort or (Effort() if cuda else CPU_EFFORT)
     timer = _Timer(device, effort.seconds)
     tokens = min(workload.tokens, effort.tokens)
     products = _product_rate(spec, tokens, timer)
@@ -115,7 +125,6 @@ def measure_rates(
             moved = {"h2d": copied, "d2h": copied, "update": alone, "inside": 2 * copied}
             on_device = alone
     if cuda:
-        torch.cuda.empty_cache()
         figures |= {
             "h2d_loaded_gbps": moved["h2d"] / 1e9,
             "d2h_loaded_gbps": moved["d2h"] / 1e9,
@@ -299,7 +308,7 @@ def _transfers(update: _HostUpdate, effort: Effort, timer: _Timer) -> dict[str, 
         current.wait_stream(side)
 
     found: dict[str, float] = {}
-    with torch.cuda.device(timer.device), update.running(found):
+    with update.running(found):
         each_way = size * timer(both)
     inside = 2 * size * timer(lambda: devices[0].copy_(devices[1]))
     return {**found, "h2d": each_way, "d2h": each_way, "inside": inside}
