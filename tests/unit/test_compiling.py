@@ -99,6 +99,7 @@ def test_an_error_of_the_function_itself_is_raised(compiler):
         compiler.compile(raises, "raising")(torch.ones(1))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on the CPU")
 def test_what_was_compiled_is_found_on_the_disk_again(tmp_path, monkeypatch):
