@@ -14,10 +14,15 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+# A time limit an example says more about the machine's other work than about the code.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
 
 # Verdicts on models are remembered for the session alone.
 _CACHE = tempfile.TemporaryDirectory(prefix="headrace-tests-", ignore_cleanup_errors=True)

@@ -105,6 +105,7 @@ class ChatRenderer:
     # -- text ------------------------------------------------------------------------------
 
     def _render(self, place: Place, row: Conversation) -> Rendered:
+        self._refuse_unwritten(place, row)
         if self._marks and _assistant_only(row) and not row.everything:
             return self._by_marks(place, row)
         text = self._text(place, row, row.messages)
@@ -116,6 +117,19 @@ class ChatRenderer:
             spans=[self._span(place, row, text, turn) for turn in turns],
             contents=[row.messages[turn]["content"] for turn in turns],
         )
+
+    def _refuse_unwritten(self, place: Place, row: Conversation) -> None:
+        """A template that knows no tools would leave calls out, and the model learn silence."""
+        for key, given in (
+            ("tools", bool(row.tools)),
+            ("tool_calls", any("tool_calls" in message for message in row.messages)),
+        ):
+            if given and key not in self._template:
+                raise bad_row(
+                    place,
+                    f"the conversation has {key}, which the chat template does not write",
+                    "choose a chat_template: that writes them, or remove them from the data",
+                )
 
     def _text(
         self, place: Place, row: Conversation, messages: list[dict[str, Any]], **more: Any

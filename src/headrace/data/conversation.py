@@ -180,19 +180,16 @@ class ConversationReader:
             if target not in {"role", "content"} and turn.get(given) is not None:
                 message.pop(given, None)
                 message[target] = turn[given]
-        content = turn.get(content_key)
+        column = f"{column}.{content_key}"
+        content = _content(place, column, turn.get(content_key), self.roles[role])
         message = {"role": self.roles[role], "content": content or "", **message}
         if message["role"] == "function_call":
             calls = _function_calls(place, content)
             message |= {"role": "assistant", "content": "", "tool_calls": calls}
         elif content is None and "tool_calls" not in message:
-            raise bad_row(place, f"{column!r} has a message without {content_key!r}", _WRITE)
-        elif isinstance(content, str):
-            checked_text(place, f"{column}.{content_key}", content, _WRITE)
-        if not isinstance(message.get("tool_calls", []), list):
-            raise bad_row(place, f"{column!r} has tool_calls that are no list", _WRITE)
+            raise bad_row(place, f"a message has no {column!r}", _WRITE)
         if "tool_calls" in message:
-            message["tool_calls"] = [_parsed_call(call) for call in message["tool_calls"]]
+            message["tool_calls"] = _parsed_calls(place, message["tool_calls"])
         return message, flag
 
 
@@ -243,18 +240,61 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(v) for v in value] if isinstance(value, list) else value
 
 
-def _parsed_call(call: Any) -> Any:
-    """A tool call whose arguments are an object: templates write them as JSON themselves."""
-    call = _without_nulls(call)
-    function = call.get("function") if isinstance(call, dict) else None
-    if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-        try:
-            arguments = json.loads(function["arguments"])
-        except ValueError:
-            return call
-        if isinstance(arguments, dict):
-            return {**call, "function": {**function, "arguments": arguments}}
-    return call
+def _content(place: Place, column: str, value: Any, role: str) -> Any:
+    """What a message says: text, or parts of text as one, which every template writes alike.
+
+    Templates write anything else as Python would print it, or not at all.
+    """
+    if value is None:
+        return None
+    if isinstance(value, list):
+        value = "".join(_part(place, column, part) for part in value)
+    if isinstance(value, dict) and role == "tool":  # an answer of a tool, which templates dump
+        return value
+    return checked_text(place, column, value, _WRITE)
+
+
+def _part(place: Place, column: str, part: Any) -> str:
+    part = _without_nulls(part)
+    text = part.get("text") if isinstance(part, dict) else part
+    kind = part.get("type", "text") if isinstance(part, dict) else "text"
+    if kind != "text" or not isinstance(text, str):
+        raise bad_row(
+            place,
+            f"{column!r} has a part that is no text: {str(part)[:80]}",
+            'headrace trains on text: write a string, or parts {"type": "text", "text": ...}',
+        )
+    return text
+
+
+def _parsed_calls(place: Place, calls: Any) -> list[Any]:
+    """Tool calls whose arguments are objects: templates write them as JSON themselves."""
+    if not isinstance(calls, list):
+        raise bad_row(place, "a message has tool_calls that are no list", _WRITE)
+    parsed = []
+    for given in calls:
+        call = _without_nulls(given)
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise bad_row(
+                place,
+                f"a tool call is {str(given)[:80]}",
+                'write {"function": {"name": ..., "arguments": {...}}}',
+            )
+        arguments = _object(function.get("arguments"))
+        if "function" in call and arguments is not None:
+            call = {**call, "function": {**function, "arguments": arguments}}
+        parsed.append(call)
+    return parsed
+
+
+def _object(text: Any) -> dict[str, Any] | None:
+    """The object that a JSON text holds, or ``None``."""
+    try:
+        found = json.loads(text) if isinstance(text, str) else None
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _function_calls(place: Place, content: Any) -> list[dict[str, Any]]:

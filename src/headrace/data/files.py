@@ -71,7 +71,16 @@ def resolve_files(path: str, split: str | None = None) -> list[Path]:
         raise DataError(
             f"dataset {path!r}: {error}", remedy="write the home directory out"
         ) from error
-    wanted = parse_split(split)[0]
+    try:
+        return _found(path, expanded, parse_split(split)[0])
+    except OSError as error:
+        raise DataError(
+            f"dataset {path!r} cannot be listed: {error.filename}: {error.strerror}",
+            remedy="make it readable, or name the files in it that are",
+        ) from error
+
+
+def _found(path: str, expanded: Path, wanted: str | None) -> list[Path]:
     if expanded.is_file():
         if file_format(expanded) is None:
             raise DataError(
@@ -123,7 +132,14 @@ def _of_folder(path: str, folder: Path, wanted: str | None) -> list[Path]:
 
 def _chosen(path: str, folder: Path, wanted: str | None) -> Path:
     """The split of a saved ``DatasetDict``."""
-    splits = list(json.loads((folder / "dataset_dict.json").read_text())["splits"])
+    try:
+        splits = [
+            str(name) for name in json.loads((folder / "dataset_dict.json").read_text())["splits"]
+        ]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{folder} is not a whole dataset of save_to_disk ({error!r})", remedy="save it again"
+        ) from error
     if wanted is None and len(splits) == 1:
         wanted = splits[0]
     if wanted not in splits:

@@ -17,9 +17,10 @@ import numpy as np
 import torch
 
 from headrace.batch import IGNORE_INDEX, MicroBatch
-from headrace.data.packing import RowPlan, RowSettings, cached_plan
+from headrace.data.packing import RowPlan, RowSettings, cached_plan, plan_rows
 from headrace.data.sampler import LoaderState, RowOrder
 from headrace.data.subsets import plan_subset, subset_key
+from headrace.data.supervision import supervised_rows
 from headrace.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -74,23 +75,25 @@ class RowSet:
         Raises:
             DataError: when no row is left.
         """
-        subset = subset_key(documents)
-        if documents is None:
-            plan = cached_plan(store.folder, store.offsets, settings)
-        else:
-            chosen = documents
-            plan = cached_plan(
-                store.folder,
-                store.offsets,
-                settings,
-                make=lambda: plan_subset(store.offsets, settings, chosen),
-                key=subset,
+        subset, labels = subset_key(documents), store.labels
+
+        def make() -> RowPlan:
+            plan = (
+                plan_rows(store.offsets, settings)
+                if documents is None
+                else plan_subset(store.offsets, settings, documents)
             )
+            return plan if labels is None else supervised_rows(plan, labels)
+
+        key = subset if labels is None else f"supervised {subset or 'all'}"
+        plan = cached_plan(store.folder, store.offsets, settings, make=make, key=key)
         if plan.num_rows == 0:
             raise DataError(
                 f"dataset {label!r} has no document to learn from: {store.num_documents} documents,"
                 f" max_length {settings.max_length}, excess_length {settings.excess_length}",
-                remedy="give it documents of at least two tokens, or set excess_length: split",
+                remedy="give it documents of at least two tokens"
+                + ("" if labels is None else ", and within max_length one that is supervised")
+                + ("" if settings.excess_length == "split" else ", or set excess_length: split"),
             )
         return cls(
             label=label, store=store, plan=plan, settings=settings, weight=weight, subset=subset

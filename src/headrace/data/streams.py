@@ -24,6 +24,7 @@ from headrace.data.loader import RowSet
 from headrace.data.packing import plan_rows
 from headrace.data.parts import plan_parts
 from headrace.data.sampler import permutation
+from headrace.data.supervision import supervised_rows
 from headrace.data.tokens import TokenStore, tokenizer_fingerprint
 from headrace.errors import DataError
 
@@ -119,7 +120,7 @@ class StreamedSet:
         raise DataError(
             f"dataset {self.source.label!r} has no document to learn from in {len(self.parts)} "
             "parts",
-            remedy="give it documents of at least two tokens",
+            remedy="give it documents of at least two tokens, one of which is supervised",
         )
 
     def share_done(self, cursor: Cursor) -> float:
@@ -187,6 +188,9 @@ class StreamedSet:
         labels = None
         if any(chunk.labels is not None for chunk in chunks):
             labels = np.concatenate([c.input_ids if c.labels is None else c.labels for c in chunks])
+            plan = supervised_rows(plan, labels)
+            if not plan.num_rows:
+                return None
         largest = int(tokens.max()) if labels is None else int(max(tokens.max(), labels.max()))
         store = TokenStore(
             folder=Path(part.file), tokens=tokens, offsets=offsets, labels=labels,

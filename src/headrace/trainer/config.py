@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, get_type_hints
 
 import yaml
 from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -28,6 +28,8 @@ from headrace.units import parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+_NUMBERS = (int, float, int | None, float | None)
 
 
 class TrainConfig(DataKeys, ModelKeys):
@@ -131,8 +133,7 @@ class TrainConfig(DataKeys, ModelKeys):
     @field_validator("*", mode="before")
     @classmethod
     def _no_switch_as_a_number(cls, value: Any, info: Any) -> Any:
-        numbers = (int, float, int | None, float | None)
-        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation in numbers:
+        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation in _NUMBERS:
             raise ValueError("Input should be a number, not true or false")
         return value
 
@@ -164,7 +165,7 @@ class TrainConfig(DataKeys, ModelKeys):
     @classmethod
     def _check_engine(cls, value: Any) -> Any:
         if isinstance(value, dict):
-            refuse_unknown(value, _field_names(EngineConfig), "engine.")
+            _check_keys(value, EngineConfig, "engine.")
             if "chunk_bytes" in value:
                 value = {**value, "chunk_bytes": parse_bytes(value["chunk_bytes"])}
         return value
@@ -175,7 +176,7 @@ class TrainConfig(DataKeys, ModelKeys):
         kind = ParamGroup if info.field_name == "param_groups" else DatasetSource
         for number, entry in enumerate(value if isinstance(value, list) else []):
             if isinstance(entry, dict):
-                refuse_unknown(entry, _field_names(kind), f"{info.field_name}.{number}.")
+                _check_keys(entry, kind, f"{info.field_name}.{number}.")
         return value
 
     @field_validator("report_to", mode="before")
@@ -237,6 +238,7 @@ class TrainConfig(DataKeys, ModelKeys):
                     remedy="lower one of the two",
                 )
         Schedule(self.schedule_settings(max(1, self.max_steps)))
+        self.adamw()  # checks what it is made of
         return self
 
     def _decays(self) -> list[tuple[str, float, float]]:
@@ -342,8 +344,13 @@ def _keys() -> list[str]:
     return [field.alias or name for name, field in TrainConfig.model_fields.items()]
 
 
-def _field_names(kind: Any) -> list[str]:
-    return [field.name for field in dataclasses.fields(kind)]
+def _check_keys(given: dict[str, Any], kind: Any, where: str) -> None:
+    """Refuse keys that ``kind`` lacks, and a switch where it has a number."""
+    refuse_unknown(given, [field.name for field in dataclasses.fields(kind)], where)
+    types = get_type_hints(kind)
+    for name, value in given.items():
+        if isinstance(value, bool) and types[name] in _NUMBERS:
+            raise ValueError(f"{name} should be a number, not true or false")
 
 
 def _describe(problem: Any) -> str:

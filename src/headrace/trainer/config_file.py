@@ -125,7 +125,9 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
 
 
 def _index(place: Any, part: str, override: str) -> int:
-    if not isinstance(place, list) or not part.isdigit() or int(part) >= len(place):
+    # isdigit alone takes digits such as ², which are no numbers.
+    digits = part.isascii() and part.isdigit()
+    if not isinstance(place, list) or not digits or int(part) >= len(place):
         size = len(place) if isinstance(place, list) else 0
         raise ConfigError(
             f"{override!r}: {part} is no index into a list of {size}",

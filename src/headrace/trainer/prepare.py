@@ -18,6 +18,7 @@ from headrace.store.loading import initialise, load_pretrained
 from headrace.store.state import ModelState
 from headrace.trainer import heap, model_checks, preflight
 from headrace.trainer.adapters import describe, load_adapters
+from headrace.trainer.callbacks import integrations
 from headrace.trainer.datasets import open_data
 from headrace.trainer.harness import check_harness
 from headrace.trainer.loop import LoopSettings
@@ -103,6 +104,7 @@ def prepare(config: TrainConfig, stack: ExitStack, say: Say) -> Prepared:
     device = preflight.choose_device(config.device)
     rates = peaks(device)
     preflight.check_files(config)
+    integrations(config.report_to)  # a tracker that is missing is told now
     tokenizer = preflight.load_tokenizer(config)
     check_harness(config, tokenizer)
     spec = model_checks.take_apart(config, preflight.load_model_config(config, tokenizer))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import ConfigError
@@ -63,8 +63,8 @@ class Schedule:
                     f"lr_scheduler_kwargs: {settings.kind} has no option {name!r}",
                     remedy=f"its options: {has}",
                 )
-        self.settings = settings
-        self._factor = build(settings)
+        self.settings = replace(settings, options=_checked_options(settings))
+        self._factor = build(self.settings)
 
     def __call__(self, step: int) -> float:
         """Learning rate of optimizer step ``step``, counted from 0."""
@@ -95,6 +95,29 @@ def resolve_warmup(warmup_steps: float, warmup_ratio: float | None, num_steps: i
     if warmup_ratio or amount < 1:
         return math.ceil(num_steps * amount)
     return int(amount)
+
+
+def _checked_options(settings: ScheduleSettings) -> dict[str, Any]:
+    """The options as numbers; YAML reads ``1e-6``, without a point, as text."""
+    options: dict[str, Any] = {}
+    for name, value in settings.options.items():
+        if value is None or name in _SHAPED:
+            options[name] = value
+            continue
+        try:
+            number = math.nan if isinstance(value, bool) else float(value)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if not math.isfinite(number) or number < 0 or (name in _COUNTS and number % 1):
+            kind = "a whole number of steps" if name in _COUNTS else "a number, not negative"
+            raise ConfigError(f"lr_scheduler_kwargs: {name} is {value!r}", remedy=f"write {kind}")
+        options[name] = number
+    return options
+
+
+def _given(options: Mapping[str, Any], name: str, default: Any) -> Any:
+    value = options.get(name)
+    return default if value is None else value
 
 
 def _warmup(step: int, count: int) -> float:
@@ -128,7 +151,7 @@ def _linear(settings: ScheduleSettings) -> Callable[[int], float]:
 
 def _cosine_to(settings: ScheduleSettings, floor: float) -> Callable[[int], float]:
     warm = settings.num_warmup_steps
-    cycles = float(settings.options.get("num_cycles", 0.5))
+    cycles = float(_given(settings.options, "num_cycles", 0.5))
 
     def factor(step: int) -> float:
         if step < warm:
@@ -163,7 +186,7 @@ def _cosine_with_min_lr(settings: ScheduleSettings) -> Callable[[int], float]:
 def _cosine_warmup_with_min_lr(settings: ScheduleSettings) -> Callable[[int], float]:
     floor = _floor(settings)
     warm, total = float(settings.num_warmup_steps), float(settings.num_steps)
-    cycles = float(settings.options.get("num_cycles", 0.5))
+    cycles = float(_given(settings.options, "num_cycles", 0.5))
     start = settings.options.get("warmup_lr_rate")
 
     def factor(step: int) -> float:
@@ -180,7 +203,7 @@ def _cosine_warmup_with_min_lr(settings: ScheduleSettings) -> Callable[[int], fl
 
 def _cosine_with_restarts(settings: ScheduleSettings) -> Callable[[int], float]:
     warm = settings.num_warmup_steps
-    cycles = float(settings.options.get("num_cycles", 1))
+    cycles = float(_given(settings.options, "num_cycles", 1))
 
     def factor(step: int) -> float:
         if step < warm:
@@ -195,8 +218,8 @@ def _cosine_with_restarts(settings: ScheduleSettings) -> Callable[[int], float]:
 
 def _polynomial(settings: ScheduleSettings) -> Callable[[int], float]:
     warm, total, peak = settings.num_warmup_steps, settings.num_steps, settings.learning_rate
-    end = float(settings.options.get("lr_end", 1e-7))
-    power = float(settings.options.get("power", 1.0))
+    end = float(_given(settings.options, "lr_end", 1e-7))
+    power = float(_given(settings.options, "power", 1.0))
     if end >= peak:
         raise ConfigError(
             f"lr_scheduler_kwargs: lr_end is {end:g}, not below learning_rate {peak:g}",
@@ -227,11 +250,13 @@ def _inverse_sqrt(settings: ScheduleSettings) -> Callable[[int], float]:
 
 
 _SHAPES = ("linear", "cosine", "1-sqrt")
+_SHAPED = ("warmup_type", "decay_type")
+_COUNTS = ("num_decay_steps", "num_stable_steps")
 
 
 def _warmup_stable_decay(settings: ScheduleSettings) -> Callable[[int], float]:
     options, warm = settings.options, settings.num_warmup_steps
-    if "num_decay_steps" not in options:
+    if options.get("num_decay_steps") is None:
         raise ConfigError(
             "lr_scheduler_type: warmup_stable_decay needs the length of its decay",
             remedy="lr_scheduler_kwargs: {num_decay_steps: N}",
@@ -239,9 +264,9 @@ def _warmup_stable_decay(settings: ScheduleSettings) -> Callable[[int], float]:
     decay = int(options["num_decay_steps"])
     stable = options.get("num_stable_steps")
     stable = settings.num_steps - warm - decay if stable is None else int(stable)
-    floor = float(options.get("min_lr_ratio", 0))
-    cycles = float(options.get("num_cycles", 0.5))
-    up, down = options.get("warmup_type", "linear"), options.get("decay_type", "cosine")
+    floor = float(_given(options, "min_lr_ratio", 0.0))
+    cycles = float(_given(options, "num_cycles", 0.5))
+    up, down = _given(options, "warmup_type", "linear"), _given(options, "decay_type", "cosine")
     for name, shape in (("warmup_type", up), ("decay_type", down)):
         if shape not in _SHAPES:
             raise ConfigError(

@@ -7,7 +7,6 @@ import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import settings
 
 from headrace.corpus.build import build_corpus
 from headrace.corpus.config import config_from
@@ -17,10 +16,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from headrace.corpus.manifest import Manifest
-
-# A time limit an example says more about the machine's other work than about the code.
-settings.register_profile("patient", deadline=None)
-settings.load_profile("patient")
 
 WORDS = [
     "the",

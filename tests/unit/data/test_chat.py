@@ -218,7 +218,21 @@ def test_tool_calls_before_the_last_question_are_followed(supervised):
             TALK,
             "does not render it .*no system",
         ),
-        (PLAIN, [{"role": "user"}], "a message without 'content'"),
+        (PLAIN, [{"role": "user"}], "no 'messages.content'"),
+        (PLAIN, [{"role": "user", "content": 5}, TALK[2]], "'messages.content' is int, not text"),
+        (PLAIN, [{"role": "user", "content": {"a": 1}}, TALK[2]], "is dict, not text"),
+        (
+            PLAIN,
+            [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}, TALK[2]],
+            "a part that is no text",
+        ),
+        (PLAIN, [TALK[1], {"role": "assistant", "tool_calls": [5]}], "a tool call is 5"),
+        (PLAIN, [TALK[1], {"role": "assistant", "tool_calls": [{}]}], "a tool call is {}"),
+        (
+            TEMPLATES["chatml"],
+            [TALK[1], {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}],
+            "tool_calls, which the chat template does not write",
+        ),
         (PLAIN, [{"role": "judge", "content": "x"}], "role is 'judge'"),
         (PLAIN, [{"role": "user", "content": "a \ud800"}], "half a character"),
         (PLAIN, [], "no list of messages"),
@@ -230,6 +244,21 @@ def test_a_conversation_that_is_not_certain_is_refused(supervised, template, mes
         supervised({"messages": messages}, template)
     assert "rows.jsonl:1:" in str(caught.value)
     assert caught.value.remedy
+
+
+def test_parts_of_text_are_written_as_text(supervised):
+    """Templates add content to a string, or would write a list as Python prints it."""
+    parts = [{"type": "text", "text": "The "}, {"type": "text", "text": "rate?", "image": None}]
+    for template in (PLAIN, *TEMPLATES.values()):
+        whole = supervised({"messages": TALK[1:3]}, template)
+        split = supervised({"messages": [{"role": "user", "content": parts}, TALK[2]]}, template)
+        assert split == whole
+
+
+def test_tools_that_the_template_leaves_out_are_refused(supervised):
+    row = {"messages": TALK, "tools": [{"type": "function", "function": {"name": "f"}}]}
+    with pytest.raises(DataError, match="has tools, which the chat template does not write"):
+        supervised(row, TEMPLATES["chatml"])
 
 
 def test_marks_that_do_not_match_the_turns_are_refused_when_it_matters(supervised):

@@ -240,6 +240,30 @@ def test_labels_supervise_what_they_name(make_set):
     assert batch.targets_BT[0].tolist() == [-100, 102, 103, 104, -100, -100, -100, -100]
 
 
+@pytest.mark.parametrize("packing", [{"packing": False}, {"packing_strategy": "wrapped"}, {}])
+def test_rows_that_supervise_nothing_are_left_out(make_set, monkeypatch, packing):
+    """A step of such rows has no mean loss: the run would end at it."""
+    monkeypatch.setattr("headrace.data.supervision._WINDOW", 5)
+    labels = [[-100] * 20 + [120, 121], [-100, 123, 124], [-100] * 15 + [140, 141]]
+    rows = make_set([22, 3, 17], labels=labels, max_length=8, **packing)
+    batches = [
+        collate([(rows, row)], LoaderSettings(micro_batch_size=1))[0]
+        for row in range(rows.plan.num_rows)
+    ]
+    assert all(batch.num_supervised_tokens for batch in batches)
+    targets = [batch.targets_BT[batch.targets_BT >= 0] for batch in batches]
+    assert sorted(torch.cat(targets).tolist()) == [120, 121, 123, 124, 140, 141]
+    assert rows.plan.num_dropped_tokens
+    assert rows.plan.num_tokens + rows.plan.num_dropped_tokens <= 42
+
+
+def test_data_in_which_nothing_is_left_to_predict_is_refused(make_set):
+    labels = [[-100] * 9 + [109]]
+    with pytest.raises(DataError, match="no document to learn from") as caught:
+        make_set([10], labels=labels, max_length=8, excess_length="truncate")
+    assert "supervised" in caught.value.remedy
+
+
 def test_evaluation_covers_every_row_once_over_ranks(make_set):
     rows = make_set([5] * 7, max_length=8, packing=False)
     for ranks in (1, 2, 3):

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -69,6 +70,9 @@ def test_a_folder_is_read_in_the_order_of_its_names(tmp_path):
         (lambda p: p / "*.parquet", "holds no data files"),
         (lambda p: p, "holds no data files"),
         (lambda p: (p / "x.csv").write_text("a") and p / "x.csv", "no readable format"),
+        (lambda p: p / ("a" * 300), "cannot be listed"),
+        (lambda p: (p / "dataset_dict.json").write_text("{") and p, "not a whole dataset"),
+        (lambda p: (p / "dataset_dict.json").write_text("[1]") and p, "not a whole dataset"),
     ],
 )
 def test_missing_data_is_an_error_with_a_remedy(tmp_path, make, message):
@@ -76,6 +80,17 @@ def test_missing_data_is_an_error_with_a_remedy(tmp_path, make, message):
         resolve_files(str(make(tmp_path)))
     assert caught.value.exit_code == 2
     assert caught.value.remedy
+
+
+def test_a_folder_that_may_not_be_looked_into_is_named(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_text("{}")
+
+    def denied(self):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "is_file", denied)
+    with pytest.raises(DataError, match=r"cannot be listed: .*Permission denied"):
+        resolve_files(str(tmp_path))
 
 
 @pytest.mark.parametrize(

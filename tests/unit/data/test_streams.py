@@ -156,3 +156,22 @@ def test_the_fingerprint_follows_the_files_and_the_keys(make_stream, tmp_path):
     path = tmp_path / "0.jsonl"
     path.write_text(path.read_text().replace("101", "102"))
     assert stream.fingerprint() != before
+
+
+def test_streamed_rows_that_supervise_nothing_are_left_out(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    rows = [
+        {"input_ids": list(range(24)), "labels": [-100] * 22 + [22, 23]},
+        {"input_ids": list(range(8)), "labels": [-100] * 7 + [7]},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = DatasetSource(path=str(path), type="tokens", streaming=True)
+    stream = StreamedSet(
+        source, None, RowSettings(max_length=8, packing=False), vocab_size=99, seed=0
+    )
+    cursor = Cursor()
+    for _ in range(4):
+        found, row, cursor = stream.take(cursor)
+        _, targets = found.supervise(int(found.plan.row_offsets[row]))
+        assert (targets >= 0).any()
+    stream.close()

@@ -71,6 +71,10 @@ def write(tmp_path, text):
         ({"packing_strategy": "wrapped", "excess_length": "drop"}, "has no effect"),
         ({"save_total_limit": 0}, "save_total_limit"),
         ({"param_groups": [{"pattern": "("}]}, "parameter group pattern"),
+        ({"param_groups": [{"pattern": "x", "weight_decay": True}]}, "not true or false"),
+        ({"engine": {"gradient_slots": True}}, "not true or false"),
+        ({"datasets": [{"path": "a", "weight": True}]}, "not true or false"),
+        ({"adam_epsilon": 1e-300}, "eps is 1e-300"),
         ({"gguf_file": "x", "model_name_or_path": None, "model_config": "c"}, "gguf_file"),
     ],
 )
@@ -136,6 +140,7 @@ def test_overrides_reach_into_mappings_and_lists(tmp_path):
         ("=3", "is not key=value"),
         ("datasets.7.path=x", "no index into a list of 1"),
         ("datasets.first.path=x", "no index"),
+        ("datasets.².path=x", "no index"),
         ("datasets.0.path.deep=x", "path is 'a', which has no parts"),
         ("report_to.0.deep=x", "report_to.0 has no parts"),
         ("seed=[1", "not YAML"),

@@ -106,9 +106,29 @@ def test_contradicting_or_impossible_warmups_are_refused():
         ("cosine_with_min_lr", {"min_lr": 1e-5, "min_lr_rate": 0.1}, "needs a floor"),
         ("warmup_stable_decay", {}, "length of its decay"),
         ("warmup_stable_decay", {"num_decay_steps": 5, "decay_type": "cubic"}, "decay_type"),
+        ("warmup_stable_decay", {"num_decay_steps": 2.5}, "whole number of steps"),
+        ("warmup_stable_decay", {"num_decay_steps": "x"}, "num_decay_steps is 'x'"),
         ("polynomial", {"lr_end": 1.0}, "not below"),
+        ("polynomial", {"power": -1}, "power is -1"),
+        ("cosine_with_min_lr", {"min_lr": float("nan")}, "min_lr is nan"),
+        ("cosine_with_min_lr", {"min_lr": "low"}, "min_lr is 'low'"),
+        ("cosine_with_min_lr", {"min_lr_rate": [0.1]}, "min_lr_rate is"),
+        ("cosine_with_restarts", {"num_cycles": float("inf")}, "num_cycles is inf"),
+        ("cosine", {"num_cycles": True}, "num_cycles is True"),
     ],
 )
 def test_wrong_schedules_are_refused(kind, options, message):
     with pytest.raises(ConfigError, match=message):
         Schedule(ScheduleSettings(kind=kind, learning_rate=1e-3, num_steps=10, options=options))
+
+
+def test_an_option_that_yaml_reads_as_text_is_a_number():
+    """YAML takes 1e-6 for a word, because it has no point."""
+
+    def rates(options):
+        settings = ScheduleSettings(
+            kind="cosine_with_min_lr", learning_rate=1e-3, num_steps=10, options=options
+        )
+        return Schedule(settings).table()
+
+    assert rates({"min_lr": "1e-6", "num_cycles": None}) == rates({"min_lr": 1e-6})
