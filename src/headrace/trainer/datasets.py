@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from headrace.data.corpus_tokenizer import check_corpus_tokenizer
 from headrace.data.evaluation import EvalSet
 from headrace.data.loader import RowSet, TrainLoader
 from headrace.data.stream_loader import StreamLoader
@@ -52,6 +53,9 @@ def open_data(
         DataError: naming what cannot be used.
         ConfigError: nothing is left to train on, or weights are missing.
     """
+    if tokenizer is not None:
+        for source in (*config.datasets, *config.eval_datasets):
+            check_corpus_tokenizer(source, tokenizer)
     settings = config.loader_settings(pad_token_id=_pad_token_id(tokenizer))
     seed = config.seed if config.data_seed is None else config.data_seed
     loader: Loader
