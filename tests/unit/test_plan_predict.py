@@ -329,6 +329,10 @@ def test_adapters_need_two_bytes_a_parameter_of_their_model(tmp_path):
     assert adapters == 43_646_976  # 36 layers of 16 x 75,776 inputs and outputs
     assert host["optimizer state"] == 8 * adapters
     assert host["returned gradients"] == 2 * adapters
+    fsdp = {item["kind"]: item["bytes"] for item in out["fsdp"]["card"]}
+    assert fsdp["weights"] == 2 * (out["model"]["num_parameters"] + adapters)
+    assert fsdp["gradients"] == out["fsdp"]["unsharded_gradient_bytes"] == 2 * adapters
+    assert fsdp["optimizer state"] == 12 * adapters
     whole = json.loads(run("--model", "Qwen/Qwen3-8B", "--gpu", "h200", "--json").stdout)
     assert out["plan"]["speed"]["backward"]["d2h"] < whole["plan"]["speed"]["backward"]["d2h"] / 100
 

@@ -11,7 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from headrace.plan.memory import DEVICE_RUNTIME_BYTES, KEPT_FACTOR, Item, usable_device
+from headrace.plan.memory import (
+    DEVICE_RUNTIME_BYTES,
+    KEPT_FACTOR,
+    Item,
+    largest_trained,
+    num_trained,
+    usable_device,
+)
 from headrace.plan.speed import compute_seconds
 
 if TYPE_CHECKING:
@@ -138,21 +145,24 @@ def per_card_gigabytes(num_parameters: int, num_gpus: int) -> dict[str, float]:
 
 
 def _items(model: Architecture, job: Job, cards: int, activations: Activations) -> list[Item]:
-    count, tokens = model.num_parameters, job.micro_batch_tokens
+    trained, tokens = num_trained(model, job), job.micro_batch_tokens
+    weights = model.num_parameters + (0 if job.lora_rank is None else trained)
     kept = [round(2 * x.kept_elements * KEPT_FACTOR) for x in model.layers]
     held = sum(kept) if activations == "keep" else max(kept)
     inputs = 2 * model.hidden_size * (len(model.layers) + 2)
     return [
-        Item(kind="weights", num_bytes=2 * count // cards, formula=f"2 x {count:,} / {cards}"),
-        Item(kind="gradients", num_bytes=2 * count // cards, formula=f"2 x {count:,} / {cards}"),
+        Item(kind="weights", num_bytes=2 * weights // cards, formula=f"2 x {weights:,} / {cards}"),
+        Item(
+            kind="gradients", num_bytes=2 * trained // cards, formula=f"2 x {trained:,} / {cards}"
+        ),
         Item(
             kind="optimizer state",
-            num_bytes=12 * count // cards,
-            formula=f"12 x {count:,} / {cards} (fp32 master weights, two fp32 moments)",
+            num_bytes=12 * trained // cards,
+            formula=f"12 x {trained:,} / {cards} (fp32 master weights, two fp32 moments)",
         ),
         Item(
             kind="gathered layers",
-            num_bytes=3 * 2 * model.largest_layer,
+            num_bytes=2 * (2 * model.largest_layer + largest_trained(model, job)),
             formula="bf16: the layer at work, the next one, a gradient to be scattered",
         ),
         Item(
@@ -181,7 +191,8 @@ def plan_fsdp(model: Architecture, job: Job, machine: Machine) -> FsdpNeed:
     if job.activations == "recompute" or _total(items) > limit:
         activations = "recompute"
         items = _items(model, job, cards, activations)
-    unsharded = 2 * model.num_parameters
+    trained = num_trained(model, job)
+    unsharded = 2 * trained
     sharded = _total(items)
     least = next(
         (k for k in range(1, 1025) if _total(_items(model, job, k, "recompute")) <= limit), None
@@ -189,12 +200,14 @@ def plan_fsdp(model: Architecture, job: Job, machine: Machine) -> FsdpNeed:
     seconds = compute_seconds(
         model, job.max_length, job.micro_batch_tokens, machine.matmul_tflops.value
     )
-    if activations == "recompute":
-        seconds *= 4 / 3
+    # Shares of forward and backward: a third each for the forward, for gradients of inputs and for
+    # those of weights, which a model that stays as it is does not have.
+    thirds = (3 if job.lora_rank is None else 2) + (activations == "recompute")
+    seconds *= thirds / 3
     # A micro-batch gathers all weights twice and scatters one gradient, hidden behind compute
     # at best.
     link = machine.nvlink.value * 1e9
-    moved = 3 * 2 * model.num_parameters * (cards - 1) / cards / link
+    moved = 2 * (2 * model.num_parameters + trained) * (cards - 1) / cards / link
     return FsdpNeed(
         items=tuple(items),
         activations=activations,
@@ -202,7 +215,7 @@ def plan_fsdp(model: Architecture, job: Job, machine: Machine) -> FsdpNeed:
         accumulation=job.accumulation,
         unsharded_gradient_bytes=unsharded,
         # Before the first optimizer step the state is not allocated yet, but it is in the second.
-        fits_accumulating=sharded - 2 * model.num_parameters // cards + unsharded <= limit,
+        fits_accumulating=sharded - 2 * trained // cards + unsharded <= limit,
         min_gpus=least,
         tokens_per_second=cards * job.micro_batch_tokens / max(seconds, moved),
     )

@@ -89,7 +89,7 @@ def num_trained(model: Architecture, job: Job) -> int:
     return model.num_adapter_parameters(job.lora_rank)
 
 
-def _largest_trained(model: Architecture, job: Job) -> int:
+def largest_trained(model: Architecture, job: Job) -> int:
     """Trained parameters of the largest layer."""
     if job.lora_rank is None:
         return model.largest_layer
@@ -129,7 +129,7 @@ def _host_items(model: Architecture, job: Job, *, cpu: bool) -> list[Item]:
     saves = []
     if job.async_save:
         # A unit that is updated before it was written is copied; adapters save as they are.
-        largest = max(_largest_trained(model, job), model.num_embedding if not frozen else 0)
+        largest = max(largest_trained(model, job), model.num_embedding if not frozen else 0)
         saves.append(
             Item(
                 kind="saves",
@@ -183,7 +183,7 @@ def _device_items(
         ),
         Item(
             kind="gradients",
-            num_bytes=4 * (trained_ends + job.gradient_slots * _largest_trained(model, job))
+            num_bytes=4 * (trained_ends + job.gradient_slots * largest_trained(model, job))
             if waves == 1
             else 4 * num_trained(model, job),
             formula=f"fp32: 4 x ({job.gradient_slots} layers + both ends)"
@@ -204,7 +204,7 @@ def _device_items(
                 formula=f"{tokens:,} tokens x {sum(kept):,} bytes over all layers",
             )
         )
-    work = job.micro_batch_tokens * max(working) + width * _largest_trained(model, job)
+    work = job.micro_batch_tokens * max(working) + width * largest_trained(model, job)
     items += [
         Item(
             kind="layer at work",

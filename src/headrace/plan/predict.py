@@ -19,7 +19,7 @@ from headrace.plan.fsdp import (
     plan_fsdp,
 )
 from headrace.plan.job import THIS_VERSION, Features
-from headrace.plan.memory import usable_device, usable_host
+from headrace.plan.memory import num_trained, usable_device, usable_host
 from headrace.plan.records import all_records, size_in_name
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class Prediction:
             "min_gpus": need.min_gpus,
             "tokens_per_second_at_most": need.tokens_per_second,
             "trap": f"gradient_accumulation_steps above 1: {NO_SYNC_QUOTE}",
-            "optimizers": optimizer_notes(self.model.num_parameters, self.machine.num_gpus),
+            "optimizers": optimizer_notes(num_trained(self.model, self.job), self.machine.num_gpus),
         }
 
 

@@ -110,7 +110,7 @@ def _fsdp(plan: Prediction) -> list[str]:
 
 def _by_name(plan: Prediction) -> list[str]:
     size = size_in_name(plan.source.name)
-    if size is None:
+    if size is None or plan.job.lora_rank is not None:
         return []
     cards = plan.machine.num_gpus
     gb = per_card_gigabytes(size, cards)
