@@ -428,3 +428,40 @@ def test_plan_answers_in_two_seconds_without_torch():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert time.perf_counter() - started < 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max_length: auto", "max_length is 'auto'"),
+        ("gradient_accumulation_steps: [2]", "gradient_accumulation_steps is"),
+        ("per_device_train_batch_size: 2.5", "per_device_train_batch_size is 2.5"),
+        ("per_device_train_batch_size: true", "per_device_train_batch_size is True"),
+        ("max_steps: -5", "max_steps is -5"),
+        ("engine: fast", "engine is 'fast'"),
+        ("max_length: 8\nmax_length: 9", "given twice"),
+        ("run_name: 2021-13-45", "not YAML"),
+        ("[" * 3000, "not YAML"),
+    ],
+)
+def test_a_yaml_that_says_no_sizes_is_refused(tmp_path, text, message):
+    path = tmp_path / "run.yaml"
+    path.write_text("" if text.startswith("[") else "model_name_or_path: Qwen/Qwen3-8B\n")
+    path.write_text(path.read_text() + text)
+    done = run(str(path), "--gpu", "h100")
+    assert isinstance(done.exception, ConfigError)
+    assert message in str(done.exception)
+
+
+def test_numbers_that_a_yaml_leaves_empty_are_the_defaults(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("model_name_or_path: Qwen/Qwen3-8B\nmax_steps:\nsave_total_limit:\nengine:\n")
+    assert run(str(path), "--gpu", "h200", "--host-memory", "1TiB").exit_code == 0
+
+
+@pytest.mark.parametrize("text", ["[" * 9000, "{", "[]", "\0"])
+def test_a_damaged_model_configuration_is_refused(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    done = run("--model", str(tmp_path), "--gpu", "h100")
+    assert isinstance(done.exception, ConfigError)
+    assert isinstance(run("--model", "a" * 300, "--gpu", "h100").exception, ConfigError)

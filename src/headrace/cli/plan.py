@@ -92,7 +92,7 @@ def plan(
     """
     from headrace.plan.predict import predict
     from headrace.plan.render import render
-    from headrace.plan.source import find_model, inline_model, read_training_yaml
+    from headrace.plan.source import find_model, inline_model
     from headrace.plan.vocabulary import with_vocabulary
 
     if list_models or list_gpus:
@@ -101,8 +101,9 @@ def plan(
     settings: dict[str, Any] = {}
     if config is not None:
         from headrace.trainer.aliases import translate
+        from headrace.trainer.config_file import read_yaml
 
-        given = read_training_yaml(config)
+        given = read_yaml(config)
         # What a plan does without; headrace train wants these emptied.
         replaced = [key for key in _REPLACED if given.pop(key, None)]
         settings, notes = translate(given)
@@ -225,37 +226,58 @@ def _job(settings: dict[str, Any], num_gpus: int, **options: Any) -> Job:
             )
     values: dict[str, Any] = {}
     if settings:
-        # The trainer's own defaults, where the YAML is silent.
-        rows = int(settings.get("per_device_train_batch_size", 8))
-        steps = int(settings.get("gradient_accumulation_steps", 1))
-        length = int(settings.get("max_length", 1024))
-        engine = settings.get("engine") or {}
-        micro_batches = rows * steps * length * num_gpus
-        values = {
-            "max_length": length,
-            "micro_batch": rows,
-            "tokens_per_step": micro_batches,
-            "accumulation": steps,
-            "dtype": settings.get("dtype", "bfloat16"),
-            "clipping": engine.get("clipping")
-            if float(settings.get("max_grad_norm", 1.0)) > 0
-            else "off",
-            "num_checkpoints": int(settings.get("save_total_limit") or 1),
-            "activations": engine.get("activations"),
-            "async_save": bool(settings.get("async_save", True)),
-        }
-        if engine.get("micro_batches_per_wave"):
-            values["waves"] = max(1, -(-steps // int(engine["micro_batches_per_wave"])))
-        for key in ("weight_slots", "gradient_slots", "loss_chunk_tokens"):
-            if key in engine:
-                values[key] = int(engine[key])
-        if settings.get("adapter") == "lora":
-            values["lora_rank"] = int(settings.get("lora_r") or 8)
-        if int(settings.get("max_steps", -1)) > 0:
-            values["num_tokens"] = int(settings["max_steps"]) * micro_batches
+        values = _sizes(settings, num_gpus)
     renamed = {"tokens": "num_tokens"}
     for name, value in options.items():
         if value is not None:
             counted = parse_count(value) if name in {"tokens", "tokens_per_step"} else value
             values[renamed.get(name, name)] = counted
     return Job(**{name: value for name, value in values.items() if value is not None})
+
+
+def _sizes(settings: dict[str, Any], num_gpus: int) -> dict[str, Any]:
+    """The parts of a job that a YAML says, with the trainer's own defaults where it is silent."""
+    rows = _number(settings, "per_device_train_batch_size", 8)
+    steps = _number(settings, "gradient_accumulation_steps", 1)
+    length = _number(settings, "max_length", 1024, least=2)
+    engine = settings.get("engine") or {}
+    if not isinstance(engine, dict):
+        raise ConfigError(f"engine is {engine!r}", remedy="write engine: {key: value}")
+    clips = settings.get("max_grad_norm", 1.0) not in (None, 0, 0.0)
+    micro_batches = rows * steps * length * num_gpus
+    values: dict[str, Any] = {
+        "max_length": length,
+        "micro_batch": rows,
+        "tokens_per_step": micro_batches,
+        "accumulation": steps,
+        "dtype": settings.get("dtype", "bfloat16"),
+        "clipping": engine.get("clipping") if clips else "off",
+        "num_checkpoints": _number(settings, "save_total_limit", 1),
+        "activations": engine.get("activations"),
+        "async_save": bool(settings.get("async_save", True)),
+    }
+    if engine.get("micro_batches_per_wave") is not None:
+        a_wave = _number(engine, "micro_batches_per_wave", 1)
+        values["waves"] = max(1, -(-steps // a_wave))
+    for key in ("weight_slots", "gradient_slots", "loss_chunk_tokens"):
+        if engine.get(key) is not None:
+            values[key] = _number(engine, key, 1)
+    if settings.get("adapter") == "lora":
+        values["lora_rank"] = _number(settings, "lora_r", 8)
+    if settings.get("max_steps") not in (None, -1):
+        values["num_tokens"] = _number(settings, "max_steps", 1) * micro_batches
+    return values
+
+
+def _number(settings: dict[str, Any], key: str, default: int, *, least: int = 1) -> int:
+    """A whole number of a YAML; text that is one counts, as it does for ``headrace train``."""
+    value = settings.get(key)
+    if value is None:
+        return default
+    try:
+        number = None if isinstance(value, bool) else int(value)
+    except (TypeError, ValueError, OverflowError):
+        number = None
+    if number is None or number < least or (isinstance(value, float) and value != number):
+        raise ConfigError(f"{key} is {value!r}", remedy=f"a whole number, {least} or more")
+    return number

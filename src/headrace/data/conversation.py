@@ -223,7 +223,7 @@ def _tools(place: Place, row: dict[str, Any], source: DatasetSource) -> list[Any
     if isinstance(tools, str):
         try:
             tools = json.loads(tools) if tools.strip() else None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise bad_row(
                 place, f"{source.field_tools!r} is not JSON ({error})", "write a list of tools"
             ) from error
@@ -309,7 +309,7 @@ def _function_calls(place: Place, content: Any) -> list[dict[str, Any]]:
             }
             for call in found
         ]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise bad_row(
             place, f"a function_call is {content!r}", 'write {"name": ..., "arguments": {...}}'
         ) from error

@@ -136,7 +136,7 @@ def _chosen(path: str, folder: Path, wanted: str | None) -> Path:
         splits = [
             str(name) for name in json.loads((folder / "dataset_dict.json").read_text())["splits"]
         ]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(
             f"{folder} is not a whole dataset of save_to_disk ({error!r})", remedy="save it again"
         ) from error
@@ -156,7 +156,7 @@ def _saved(folder: Path) -> list[Path]:
     try:
         state = json.loads((folder / "state.json").read_text())
         return [folder / entry["filename"] for entry in state["_data_files"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(
             f"{folder} is not a whole dataset of save_to_disk ({error!r})", remedy="save it again"
         ) from error

@@ -88,7 +88,7 @@ class StoreWriter:
             for name, size in sizes:
                 if size and (self.folder / f"{name}.bin").stat().st_size < size:
                     return Counts()
-        except (OSError, ValueError, TypeError):
+        except (OSError, ValueError, TypeError, RecursionError):
             return Counts()
         return found
 

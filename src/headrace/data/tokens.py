@@ -129,7 +129,7 @@ def _open(folder: Path) -> TokenStore | None:
                 return None
             # An empty file cannot be mapped.
             arrays[name] = np.memmap(file, dtype, mode="r") if size else np.empty(0, dtype)
-    except (FileNotFoundError, ValueError, KeyError):
+    except (FileNotFoundError, ValueError, KeyError, RecursionError):
         return None
     return TokenStore(
         folder=folder,

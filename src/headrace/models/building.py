@@ -94,7 +94,14 @@ def build_model(
                 "transformers' attention interface, so headrace cannot give it one"
             ) from error
         raise ModelRefusedError(_cannot_build(config, error)) from error
-    except (ValueError, TypeError, AttributeError, RuntimeError, ImportError) as error:
+    except (
+        ValueError,
+        TypeError,
+        AttributeError,
+        RuntimeError,
+        ImportError,
+        RecursionError,
+    ) as error:
         raise ModelRefusedError(_cannot_build(config, error)) from error
     families.adapt(model)
     return model.train()

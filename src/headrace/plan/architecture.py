@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
+_MOST_LAYERS = 10_000  # each is sized on its own
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layer:
     """One decoder layer.
@@ -162,20 +165,29 @@ def _linear(inputs: int, outputs: int, *, bias: bool = False, modules: int = 1) 
     )
 
 
-def _need(config: Config, key: str) -> int:
+def _need(config: Config, key: str, *, most: int = 2**40) -> int:
     value = config.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(
             f"the configuration's {key} is {value!r}; a positive integer is needed to size a layer",
             remedy="use the complete config.json of the model",
         )
+    if value > most:
+        raise ConfigError(
+            f"the configuration's {key} is {value:,}; the limit is {most:,}, above any model's",
+            remedy="use the complete config.json of the model",
+        )
     return value
+
+
+def _have(config: Config, key: str, default: int) -> int:
+    return default if config.get(key) is None else _need(config, key)
 
 
 def _grouped_query(family: Family, config: Config) -> _Part:
     hidden, heads = _need(config, "hidden_size"), _need(config, "num_attention_heads")
-    groups = int(config.get("num_key_value_heads") or heads)
-    head_dim = int(config.get("head_dim") or hidden // heads)
+    groups = _have(config, "num_key_value_heads", heads)
+    head_dim = _have(config, "head_dim", hidden // heads)
     queries, keys = heads * head_dim, groups * head_dim
     bias = flag(family.qkv_bias, config)
     part = _linear(hidden, queries * (2 if family.gated_query else 1), bias=bias)
@@ -304,7 +316,10 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
         ConfigError: the family is unknown, or a size is missing.
     """
     model_type, family, text = read_family(config)
-    hidden, num_layers = _need(text, "hidden_size"), _need(text, "num_hidden_layers")
+    hidden, num_layers = (
+        _need(text, "hidden_size"),
+        _need(text, "num_hidden_layers", most=_MOST_LAYERS),
+    )
     full = _latent(family, text) if family.attention == "mla" else _grouped_query(family, text)
     window = text.get("sliding_window")
     mixers = _mixers(family, text, num_layers)

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from headrace.errors import ConfigError
 from headrace.plan.records import find_record, nearest_names
 
@@ -41,7 +39,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{path} holds a {type(value).__name__}, not a configuration object")
@@ -54,15 +52,19 @@ def find_model(name: str) -> ModelSource:
     Raises:
         ConfigError: there is no such folder, file or record.
     """
-    path = Path(name).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(name).expanduser()
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except (OSError, RuntimeError) as error:  # too long, nobody's home
+        raise ConfigError(f"the model {name!r} cannot be looked for: {error}") from error
+    if is_folder:
         path /= "config.json"
         if not path.is_file():
             raise ConfigError(
                 f"the folder {name} has no config.json",
                 remedy="name a Hugging Face model folder",
             )
-    if path.is_file():
+    if is_folder or is_file:
         return ModelSource(
             name=name, origin=str(path), config=_read_json(path), sources={}, runs=()
         )
@@ -89,20 +91,3 @@ def inline_model(name: str, config: dict[str, Any]) -> ModelSource:
     return ModelSource(
         name=name, origin=f"model_config in {name}", config=config, sources={}, runs=()
     )
-
-
-def read_training_yaml(path: Path) -> dict[str, Any]:
-    """A training YAML as a mapping; only the keys that decide sizes are looked at later.
-
-    Raises:
-        ConfigError: the file is missing, not YAML, or not a mapping.
-    """
-    try:
-        value = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} holds no mapping of settings")
-    return value

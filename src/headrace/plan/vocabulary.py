@@ -51,7 +51,15 @@ def count_tokens(file: Path) -> int:
         # Unigram keeps [piece, score] pairs, the others a mapping.
         words = {entry[0] if isinstance(entry, list) else entry for entry in vocabulary}
         words |= {token["content"] for token in found.get("added_tokens") or ()}
-    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, IndexError) as error:
+    except (
+        OSError,
+        UnicodeDecodeError,
+        ValueError,
+        KeyError,
+        TypeError,
+        IndexError,
+        RecursionError,
+    ) as error:
         raise ConfigError(
             f"{file} is not a tokenizer of the tokenizers library: {type(error).__name__}: {error}",
             remedy="name another with tokenizer_name_or_path, or give model_config.vocab_size",

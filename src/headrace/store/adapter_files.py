@@ -103,7 +103,7 @@ def read_settings(folder: Path) -> LoraSettings:
     try:
         values = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         assert isinstance(values, dict)
-    except (OSError, ValueError, AssertionError) as error:
+    except (OSError, ValueError, AssertionError, RecursionError) as error:
         raise ConfigError(
             f"no adapter in {folder}: {CONFIG_FILE}: {error}", remedy="name an adapter's folder"
         ) from error

@@ -54,7 +54,7 @@ def find_problem(path: Path) -> str | None:
     try:
         record = json.loads((path / RECORD).read_text())
         files = dict(record["files"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         return f"{RECORD}: {error}"
     for name, size in files.items():
         try:

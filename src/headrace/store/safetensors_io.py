@@ -182,7 +182,7 @@ def read_weight_map(index: Path) -> dict[str, Path]:
             n: index.parent / file
             for n, file in json.loads(index.read_text())["weight_map"].items()
         }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index} is not an index of safetensors files: {error}") from error
     missing = sorted({file.name for file in files.values() if not file.is_file()})
     if missing:

@@ -21,6 +21,11 @@ DROPPED = {
     "flash_attn": "headrace chooses the attention backend itself",
     "attn": "headrace chooses the attention backend itself",
     "enable_liger_kernel": _KERNELS,
+    "use_liger_kernel": _KERNELS,
+    "use_kernels": _KERNELS,
+    "kernel_name": _KERNELS,
+    "use_v1_kernels": _KERNELS,
+    "include_mfu": "metrics.jsonl always holds it",
     "use_unsloth_gc": _KERNELS,
     "cache_dir": "nothing is downloaded",
     "media_dir": "rows are text",
@@ -54,6 +59,14 @@ REFUSED = {
     "use_llama_pro": "headrace trains the model as it is",
     "use_unsloth": "headrace has its own engine",
     "use_dft_loss": "the loss is cross-entropy",
+    "use_eaft_loss": "the loss is cross-entropy",
+    "freeze_original_embeddings": "the vocabulary is the model's",
+    "new_special_tokens_config": "the vocabulary is the model's",
+    "init_special_tokens": "the vocabulary is the model's",
+    "sequence_parallel_size": "this version trains on one GPU; activations: recompute makes room",
+    "ray_run_name": "this version trains in one process",
+    "ray_num_workers": "this version trains in one process",
+    "use_swanlab": "report_to: swanlab chooses trackers",
     "predict_with_generate": "evaluation reports loss and perplexity",
     "do_predict": "headrace trains and evaluates",
     "compute_accuracy": "evaluation reports loss and perplexity",
@@ -164,7 +177,7 @@ def _described(name: str, folder: Path, *, pretraining: bool) -> dict[str, Any]:
     file = folder / "dataset_info.json"
     try:
         known = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"dataset {name!r} is looked up in {file}, which cannot be read: {error}",
             remedy="run from the folder that holds it, set dataset_dir, or give datasets:",

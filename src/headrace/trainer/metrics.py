@@ -172,7 +172,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             row = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             break
         if not isinstance(row, dict) or not isinstance(row.get("step"), int):
             break  # damage, as half a row is

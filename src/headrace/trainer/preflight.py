@@ -155,7 +155,7 @@ def load_tokenizer(config: TrainConfig) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(
             str(folder.parent if folder.suffix == ".json" else folder), **options
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         if not needed and config.tokenizer_name_or_path is None:
             return None
         raise ConfigError(

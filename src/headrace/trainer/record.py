@@ -102,7 +102,7 @@ class RunRecord:
     def _earlier_sessions(self) -> list[dict[str, Any]]:
         try:
             sessions = list(json.loads(self._path.read_text(encoding="utf-8"))["sessions"])
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return []
         return [session for session in sessions if isinstance(session, dict)]
 

@@ -250,6 +250,12 @@ def test_keys_of_other_trainers_are_translated_with_a_note():
         ("mix_strategy", "interleave_under", "weighted by tokens"),
         ("mask_history", True, "train: false in a message"),
         ("use_galore", True, "headrace has AdamW"),
+        ("use_dynamic_finetuning", True, "cross-entropy"),
+        ("use_eaft_loss", True, "cross-entropy"),
+        ("quantize_moe_experts", True, "bfloat16 or float32"),
+        ("float16", True, "overflow"),
+        ("new_special_tokens_config", "tokens.yaml", "the vocabulary is the model's"),
+        ("profiler_steps", 5, "--trace"),
         ("push_to_hub", True, "sends nothing"),
     ],
 )
@@ -266,6 +272,22 @@ def test_what_cannot_be_honoured_is_refused_with_the_reason(key, value, reason):
     if key in {"deepspeed", "fsdp"}:  # the file may stay as it is
         assert f"add {key}=" in caught.value.remedy
         resolve(settings, [f"{key}="])
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"base_model": "m", "eot_tokens": ["<|im_end|>"], "chunked_cross_entropy": True},
+        {"base_model": "m", "cls_model_config": "C", "base_model_ignore_patterns": "pytorch*"},
+        {"stage": "pt", "use_v1_kernels": True, "use_kernels": True, "kernel_name": "a/b"},
+        {"stage": "pt", "use_liger_kernel": True, "freeze_original_embeddings": False},
+    ],
+)
+def test_what_changes_no_result_is_dropped_with_a_note(keys):
+    config, notes = resolve({k: v for k, v in BASE.items() if k not in keys} | keys)
+    assert config.max_steps == resolve(BASE)[0].max_steps
+    for key in set(keys) - {"base_model", "stage"}:
+        assert any(note.startswith(f"{key}: ") for note in notes), key
 
 
 def test_an_alias_that_contradicts_is_refused():
