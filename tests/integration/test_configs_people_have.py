@@ -1,7 +1,8 @@
 """Configurations of axolotl and LLaMA-Factory run as they are, on small data of the same names.
 
-The keys and values are those of the full fine-tunes that both publish as examples (axolotl
-``examples/llama-3/fft-8b.yaml``, ``fft-8b-liger-fsdp.yaml``, ``examples/mistral/config.yml``;
+The keys and values are those of fine-tunes that both publish as examples (axolotl
+``examples/llama-3/fft-8b.yaml``, ``fft-8b-liger-fsdp.yaml``, ``lora-8b.yml``,
+``examples/mistral/config.yml``;
 LLaMA-Factory ``examples/train_full/llama3_full_sft.yaml``), empty ones included.
 """
 
@@ -92,6 +93,23 @@ LIGER = {
     "fsdp": ["full_shard", "auto_wrap"],
     "fsdp_config": {"fsdp_offload_params": True},
 }  # fmt: skip
+LORA = AXOLOTL | {
+    "adapter": "lora",
+    "lora_model_dir": None,
+    "lora_r": 32,
+    "lora_alpha": 16,
+    "lora_dropout": 0.05,
+    "lora_target_linear": True,
+    "datasets": [{"path": "mhenrichsen/alpaca_2k_test", "type": "alpaca"}],
+    "dataset_prepared_path": None,
+    "gradient_accumulation_steps": 4,
+    "micro_batch_size": 2,
+    "num_epochs": 4,
+    "optimizer": "adamw_bnb_8bit",
+    "learning_rate": 0.0002,
+    "warmup_steps": 10,
+    "evals_per_epoch": 4,
+}
 LLAMA_FACTORY = {
     "model_name_or_path": "meta-llama/Meta-Llama-3-8B",
     "trust_remote_code": True,
@@ -170,9 +188,10 @@ def at_home(tmp_path, monkeypatch, tokenizer_dir, tiny_model, sentences):
         (AXOLOTL, [], 1),
         (MISTRAL, [], 2),
         (LIGER, ["fsdp=", "fsdp_config="], 1),
+        (LORA, [], 4),
         (LLAMA_FACTORY, ["deepspeed="], 23),
     ],
-    ids=["axolotl", "axolotl-mistral", "axolotl-chat", "llama-factory"],
+    ids=["axolotl", "axolotl-mistral", "axolotl-chat", "axolotl-lora", "llama-factory"],
 )
 def test_a_published_file_runs_as_it_is(at_home, settings, overrides, num_steps):
     file = at_home / "published.yaml"
@@ -194,6 +213,7 @@ def test_a_published_file_runs_as_it_is(at_home, settings, overrides, num_steps)
         "num_train_epochs", "lr_scheduler_type", "warmup_ratio", "resume_from_checkpoint",
         "per_device_eval_batch_size", "eval_strategy", "eval_steps", "early_stopping_patience",
         "chat_template", "max_samples",
+        *(key for key in LORA if key.startswith(("adapter", "lora_"))),
     }  # fmt: skip
     for key in settings.keys() - unsaid:
         assert f"config: {key}" in said, key

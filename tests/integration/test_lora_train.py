@@ -78,8 +78,9 @@ def test_peft_loads_what_was_trained_and_the_merged_model_agrees(lora, base, tmp
 
 
 def test_a_stopped_run_ends_with_the_same_bits(lora, tmp_path):
-    whole = train(lora(output_dir=str(tmp_path / "whole"), lora_modules_to_save=["norm"]))
-    keys = lora(lora_modules_to_save=["norm"], save_strategy="steps", save_steps=3)
+    keys = {"lora_modules_to_save": ["norm"], "lora_dropout": 0.1}
+    whole = train(lora(**keys, output_dir=str(tmp_path / "whole")))
+    keys = lora(**keys, save_strategy="steps", save_steps=3)
     train(keys | {"num_train_epochs": 99})
     for name in ("checkpoint-6", "checkpoint-8"):
         (tmp_path / "run" / name).rename(tmp_path / name)
@@ -108,6 +109,23 @@ def test_training_goes_on_from_an_adapter(lora, base, tmp_path):
     (folder / "adapter_config.json").write_text(json.dumps(values))
     with pytest.raises(DataError, match="use_dora"):
         train(lora(**keys | {"output_dir": str(tmp_path / "third")}))
+
+
+def test_dropout_is_saved_and_goes_on(lora, tmp_path):
+    losses = []
+    for dropout in (0.0, 0.3):  # B begins at zero, so that the first steps say nothing
+        keys = {"output_dir": str(tmp_path / f"run{dropout}"), "max_steps": 4}
+        result = train(lora(**keys, lora_dropout=dropout))
+        saved = json.loads((result.checkpoint / "adapter_config.json").read_text())
+        assert saved["lora_dropout"] == dropout
+        losses.append(result.loss)
+    assert losses[0] != losses[1]
+    folder = export_checkpoint(result.checkpoint, tmp_path / "adapter").folder
+    for number, (keys, wanted) in enumerate((({}, 0.3), ({"lora_dropout": 0.0}, 0.0))):
+        out = str(tmp_path / f"next{number}")
+        again = train(lora(**keys, lora_model_dir=str(folder), output_dir=out, max_steps=1))
+        saved = json.loads((again.checkpoint / "adapter_config.json").read_text())
+        assert saved["lora_dropout"] == wanted
 
 
 def test_whole_modules_are_trained_and_saved_with_the_adapters(lora, base, tmp_path):
@@ -140,9 +158,11 @@ def test_a_base_holds_two_bytes_a_parameter(lora, base, tmp_path):
         ({"lora_target_modules": ["q_proj", "lm_head"]}, "lm_head are not supported"),
         ({"lora_target_modules": ["embed_tokens"]}, "embed_tokens are not supported"),
         ({"lora_target_linear": True, "lora_target_modules": ["q_proj", "gate"]}, "'gate' is no"),
-        ({"lora_dropout": 0.05}, "forward and recompute"),
+        ({"lora_dropout": 1.0}, "less than 1"),
+        ({"lora_dropout": -0.1}, "greater than or equal to 0"),
         ({"adapter": "qlora"}, "unquantised"),
         ({"adapter": None}, "without an adapter"),
+        ({"adapter": None, "lora_r": None, "lora_alpha": None, "lora_dropout": 0.1}, "without an"),
         ({"unfrozen_parameters": ["model"]}, "freezes the model"),
         ({"lora_modules_to_save": ["nothing"]}, "no module"),
         ({"peft_use_dora": True}, "DoRA"),

@@ -6,6 +6,7 @@ size, N = B * T tokens.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -67,6 +68,7 @@ class LayerRecord:
         leaves: what the graph was built on and gradients are taken of: the trainable parameters,
             and the handles of those that sum in place.
         routers: what the layer's routers said; with graph when it is kept.
+        seeds_B: of its dropout, for recompute to drop the same.
     """
 
     input_BTD: torch.Tensor
@@ -74,6 +76,7 @@ class LayerRecord:
     graph: KeptGraph | None = None
     leaves: list[torch.Tensor] | None = None
     routers: tuple[RouterOutput, ...] = ()
+    seeds_B: torch.Tensor | None = None
 
     @property
     def activations(self) -> SavedActivations | None:
@@ -161,13 +164,14 @@ class Passes:
         keep: bool,
         leaves_device: bool = False,
         accumulator: GradientSlot | None = None,
+        seeds_B: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, LayerRecord]:
         """Run a layer; with ``keep`` its graph stays, without its weights.
 
         With ``leaves_device`` what the graph saves is held apart, to be sent to the host.
         ``accumulator`` is where backward, if there will be one, sums gradients. A layer that routes
         and is to be recomputed then runs forward as recompute will, with a graph that is dropped,
-        so that both choose the same experts.
+        so that both choose the same experts. ``seeds_B`` are those of dropout, in training alone.
         """
         layout = self._spec.units[1 + index]
         parameters = slot.parameters(layout)
@@ -175,23 +179,25 @@ class Passes:
         sums = None
         if graph and accumulator is not None:
             sums = self._sums(1 + index, self._templates.summed(index), accumulator)
-        record = LayerRecord(hidden_BTD.detach().requires_grad_(graph))
+        record = LayerRecord(hidden_BTD.detach().requires_grad_(graph), seeds_B=seeds_B)
+        run = functools.partial(
+            self._templates.run, index, parameters, record.input_BTD, arguments, sums=sums,
+            seeds_B=seeds_B,
+        )  # fmt: skip
         if not keep:
             with torch.set_grad_enabled(graph):
-                output = self._templates.run(
-                    index, parameters, record.input_BTD, arguments, keep=False, sums=sums
-                )
+                output = run(keep=False)
             record.routers = tuple(router.detached() for router in output.routers)
             return output.hidden_BTD.detach(), record
         activations = None
         if leaves_device and accumulator is not None:
-            given = [part for part in tree_leaves(arguments) if isinstance(part, torch.Tensor)]
+            given = [
+                part for part in tree_leaves([arguments, seeds_B]) if isinstance(part, torch.Tensor)
+            ]
             activations = SavedActivations([record.input_BTD, accumulator.flat, *given])
         record.graph = KeptGraph(slot, activations)
         with torch.enable_grad(), record.graph.hooks():
-            output = self._templates.run(
-                index, parameters, record.input_BTD, arguments, keep=True, sums=sums
-            )
+            output = run(keep=True)
         record.output_BTD, record.routers = output.hidden_BTD, output.routers
         record.leaves = [*trainable_leaves(slot, layout), *self._templates.handles(sums or ())]
         return record.output_BTD.detach(), record
@@ -236,6 +242,7 @@ class Passes:
                     arguments,
                     keep=False,
                     sums=sums,
+                    seeds_B=record.seeds_B,
                 )
             output_BTD, routers = output.hidden_BTD, output.routers
             if routers:

@@ -33,6 +33,7 @@ from headrace.engine.windows import Exposure, Windows
 from headrace.errors import ConfigError, DataError
 from headrace.models.capture import CallCapture
 from headrace.models.compiling import CompileCounts, Compiler
+from headrace.models.dropout import draw_seeds
 from headrace.models.scores import ScoreRecorder, TokenScores
 from headrace.models.templates import Templates
 
@@ -55,6 +56,8 @@ class Engine:
         device: torch.device | str = "cpu",
         config: EngineConfig | None = None,
         optimizer: AdamWConfig | None = None,
+        *,
+        dropout_seed: int = 0,
     ) -> None:
         """Allocate slots and start the lanes.
 
@@ -64,6 +67,7 @@ class Engine:
             device: where compute runs.
             config: how a step runs.
             optimizer: AdamW's settings.
+            dropout_seed: of what adapters with dropout drop in :meth:`step`, and nowhere else.
 
         Raises:
             CapacityError: host or device memory will not do.
@@ -72,6 +76,7 @@ class Engine:
         self.state = state
         self.device = indexed_device(torch.device(device))
         self.config = config or EngineConfig()
+        self._dropout_seed = dropout_seed
         if self.config.device_units not in (None, state.device_units):
             raise ConfigError(
                 f"engine.device_units is {self.config.device_units}, but the state was allocated "
@@ -194,7 +199,11 @@ class Engine:
             [batch.num_supervised_tokens / num_supervised for batch in micro_batches],
         )
         loss_sum = self._waves.forward_backward(
-            micro_batches, scale=1.0 / num_supervised, early=early, routing=routing
+            micro_batches,
+            scale=1.0 / num_supervised,
+            early=early,
+            routing=routing,
+            dropout_seeds=self._dropout_seeds(micro_batches, step),
         )
         Mark.here(self.device).synchronize()  # compute is no wait; what is left of d2h then is
         waiting = time.perf_counter()
@@ -313,6 +322,18 @@ class Engine:
             )
         self._windows.release_ends()
         return result_BTD.float().cpu()
+
+    def _dropout_seeds(
+        self, micro_batches: Sequence[MicroBatch], step: int
+    ) -> Sequence[torch.Tensor] | None:
+        """Of each micro-batch, ``(layers, B)``; rows are counted through the global batch."""
+        if not self.spec.drops:
+            return None
+        rows = [len(batch.input_ids_BT) for batch in micro_batches]
+        seeds_LR = draw_seeds(
+            self._dropout_seed, step, num_layers=self.spec.num_layers, num_rows=sum(rows)
+        )
+        return torch.split(seeds_LR.to(self.device, non_blocking=True), rows, dim=1)
 
     def _cut(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         rows = self.config.rows_per_micro_batch

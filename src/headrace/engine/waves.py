@@ -109,6 +109,7 @@ class Waves:
         scale: float,
         early: UpdateSettings | None,
         routing: StepRouting,
+        dropout_seeds: Sequence[torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """The summed loss (float64 scalar); gradients are on their way when this returns.
 
@@ -117,6 +118,7 @@ class Waves:
             scale: what gradients are multiplied by.
             early: settings of updates before the norm is known, if any may be.
             routing: what the routers of this step said.
+            dropout_seeds: of each micro-batch, by layer and row.
         """
         waves = split_waves(len(micro_batches), self._config.micro_batches_per_wave)
         windows, accumulators = self._windows, self._accumulators
@@ -130,7 +132,10 @@ class Waves:
                 first, last = number == 0, number == len(waves) - 1
                 batches = [DeviceBatch.moved(micro_batches[m], self._device) for m in wave]
                 hidden, arguments = self._embed_all(batches)
-                records = self._forward_layers(walk, hidden, arguments, wave, routing)
+                seeds = [dropout_seeds[m] for m in wave] if dropout_seeds else None
+                records = self._forward_layers(
+                    walk, hidden, arguments, wave, routing=routing, dropout_seeds=seeds
+                )
                 if first:
                     for unit in (0, num_layers + 1):
                         accumulators.begin(unit, self._passes.summed(unit))
@@ -184,7 +189,9 @@ class Waves:
         hidden: list[torch.Tensor],
         arguments: list[list[LayerArguments]],
         wave: range,
+        *,
         routing: StepRouting,
+        dropout_seeds: list[torch.Tensor] | None,
     ) -> list[list[LayerRecord]]:
         if self._offload is not None:
             self._offload.begin()
@@ -201,6 +208,7 @@ class Waves:
                     keep=keep,
                     leaves_device=self._plan[use.layer] == "offload",
                     accumulator=self._accumulators.layer(use.layer),
+                    seeds_B=dropout_seeds[m][use.layer] if dropout_seeds else None,
                 )
                 if record.routers:
                     routing.seen(use.layer, wave[m], record.routers)

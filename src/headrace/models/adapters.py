@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import nn
 
 from headrace.errors import ConfigError, ModelRefusedError
+from headrace.models.dropout import SeededDropout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,6 +33,7 @@ class LoraSettings:
     Attributes:
         rank: columns of A and rows of B.
         alpha: the product B A is scaled by ``alpha / rank``.
+        dropout: the probability that training drops an element of A's input.
         target_modules: ``"all-linear"``, a regular expression that whole module names must match,
             or names that they end with, as in PEFT.
         layers: numbers of the layers that get adapters; None for all.
@@ -42,6 +44,7 @@ class LoraSettings:
 
     rank: int = 8
     alpha: float = 16.0
+    dropout: float = 0.0
     target_modules: str | tuple[str, ...] = ALL_LINEAR
     layers: tuple[int, ...] | None = None
     use_rslora: bool = False
@@ -54,6 +57,10 @@ class LoraSettings:
             raise ConfigError(f"the rank of adapters is {self.rank}; it must be at least 1")
         if not 0 < self.alpha < float("inf"):
             raise ConfigError(f"the alpha of adapters is {self.alpha}; it must be above 0")
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(
+                f"the dropout of adapters is {self.dropout}; it must be at least 0 and below 1"
+            )
         if isinstance(self.target_modules, str) and self.target_modules != ALL_LINEAR:
             try:
                 re.compile(self.target_modules)
@@ -242,9 +249,20 @@ def _injected(
     found = [path for path, module in model.named_modules() if isinstance(module, LoraLayer)]
     config.modules_to_save = list(settings.modules_to_save) or None
     config.inference_mode = True  # as PEFT saves it
+    config.lora_dropout = settings.dropout  # any but 0 PEFT refuses to try on experts
     layers = model.get_submodule(layers_path)
     assert isinstance(layers, nn.ModuleList)
+    if settings.dropout:
+        _seed_dropout(layers, LoraLayer, settings.dropout)
     return config, layers, found
+
+
+def _seed_dropout(layers: nn.ModuleList, kind: type[Any], probability: float) -> None:
+    """Put dropout where PEFT has it; of PEFT's own, recompute would draw another mask."""
+    for layer in layers:
+        for path, module in list(layer.named_modules()):
+            if isinstance(module, kind):
+                module.lora_dropout[ADAPTER] = SeededDropout(probability, path)
 
 
 def _shortest(model: nn.Module, targets: list[str]) -> list[str]:

@@ -179,6 +179,11 @@ class ModelSpec:
         return self.auxiliary_loss is not None and self.auxiliary_loss.coefficient != 0
 
     @property
+    def drops(self) -> bool:
+        """Training drops elements of what its adapters read."""
+        return self.adapters is not None and self.adapters.settings.dropout > 0
+
+    @property
     def embedding_name(self) -> str:
         """Local name of the token embedding's matrix in the embedding unit."""
         path = path_of(self.model, self._embedding)

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import (
 from headrace.models import families
 from headrace.models.anatomy import first_tensor
 from headrace.models.buffers import initial_buffers
+from headrace.models.dropout import seed_names
 from headrace.models.routing import RouterOutput, watch_routers
 from headrace.models.structure import structure
 from headrace.models.summing import bindings, handles_for, sum_in_place
@@ -81,6 +82,7 @@ class _Template(NamedTuple):
     box: list[tuple[torch.Tensor, ...]] | None
     calls: _Calls
     summed: tuple[str, ...]
+    seeds: tuple[str, ...]
 
 
 class Templates:
@@ -113,7 +115,7 @@ class Templates:
                 calls = _Calls(_layer_call, _layer_call)
                 if compiler is not None:
                     calls = _compiled(compiler, len(by_structure), routes=box is not None)
-                by_structure[key] = _Template(layer, box, calls, summed)
+                by_structure[key] = _Template(layer, box, calls, summed, seed_names(layer))
                 self._handles.update(handles_for(summed, device))
             self._templates.append(by_structure[key])
             self._buffers.append(initial_buffers(layer, rule, device or torch.device("cpu")))
@@ -140,6 +142,7 @@ class Templates:
         *,
         keep: bool,
         sums: Mapping[str, torch.Tensor] | None = None,
+        seeds_B: torch.Tensor | None = None,
     ) -> LayerOutput:
         """Call layer ``index`` with ``parameters`` (by local name) bound, and its buffers.
 
@@ -150,11 +153,14 @@ class Templates:
             arguments: what else it is called with.
             keep: the graph will wait for its backward: it then saves less.
             sums: where backward adds the gradients of weights named in :meth:`summed`.
+            seeds_B: int64, of the dropout in each row; None for none.
         """
         template = self._templates[index]
         bound = {**self._buffers[index], **parameters}
         if sums:
             bound.update(bindings(sums, self._handles))
+        if seeds_B is not None:
+            bound.update(dict.fromkeys(template.seeds, seeds_B))
         call = template.calls.kept if keep else template.calls.plain
         (hidden,), *routers = call(template.module, template.box, bound, hidden_BTD, arguments)
         return LayerOutput(

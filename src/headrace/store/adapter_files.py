@@ -113,6 +113,7 @@ def read_settings(folder: Path) -> LoraSettings:
     return LoraSettings(
         rank=int(values["r"]),
         alpha=float(values["lora_alpha"]),
+        dropout=float(values.get("lora_dropout") or 0.0),
         target_modules=targets if isinstance(targets, str) else tuple(sorted(targets or ())),
         layers=None if layers is None else tuple([layers] if isinstance(layers, int) else layers),
         use_rslora=bool(values.get("use_rslora")),

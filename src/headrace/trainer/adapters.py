@@ -6,6 +6,7 @@ on with has the rank, scale and targets of its own configuration. Knows no file 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,6 +54,8 @@ def adapter_settings(config: TrainConfig) -> LoraSettings | None:
                 f"{key} has no effect beside lora_model_dir, whose adapter says it",
                 remedy="remove one of them",
             )
+    if config.lora_dropout is not None:  # a choice of the run: the values fit any
+        settings = replace(settings, dropout=config.lora_dropout)
     return settings
 
 
@@ -77,10 +80,11 @@ def describe(spec: ModelSpec) -> str:
     """One line on the adapters of a model."""
     assert spec.adapters is not None
     adapters, settings = spec.adapters, spec.adapters.settings
+    dropout = f", dropout {settings.dropout:g}" if settings.dropout else ""
     text = (
-        f"rank {settings.rank}, alpha {settings.alpha:g} on {len(adapters.targets)} matrices "
-        f"({', '.join(adapters.relative_targets)}), {spec.num_trainable_parameters:,} parameters "
-        "to train; the model stays as it is"
+        f"rank {settings.rank}, alpha {settings.alpha:g}{dropout} on {len(adapters.targets)} "
+        f"matrices ({', '.join(adapters.relative_targets)}), {spec.num_trainable_parameters:,} "
+        "parameters to train; the model stays as it is"
     )
     if settings.modules_to_save:
         text += f", but for {', '.join(settings.modules_to_save)}, trained whole"

@@ -45,7 +45,7 @@ class TrainConfig(DataKeys, ModelKeys):
     )
 
     seed: int = Field(default=42, ge=-(2**63), lt=2**63)
-    """Of the initialisation, and of the data order unless data_seed is set."""
+    """Of the initialisation and of dropout, and of the data order unless data_seed is set."""
     data_seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     """Of the data order."""
 

@@ -48,8 +48,8 @@ class ModelKeys(BaseModel):
     """Rank of the adapters; 8 by default."""
     lora_alpha: float | None = Field(default=None, gt=0)
     """Adapters are scaled by lora_alpha / lora_r; twice lora_r by default."""
-    lora_dropout: float | None = None
-    """Must be 0: dropout would differ between forward and recompute."""
+    lora_dropout: float | None = Field(default=None, ge=0, lt=1)
+    """Share of A's input that training drops, as in PEFT; 0, or lora_model_dir's, by default."""
     lora_target_modules: str | list[str] | None = None
     """What gets adapters, as in PEFT: names, a regular expression, or all-linear (default)."""
     lora_target_linear: bool | None = None
@@ -80,16 +80,6 @@ class ModelKeys(BaseModel):
             )
         return value or None
 
-    @field_validator("lora_dropout")
-    @classmethod
-    def _no_dropout(cls, value: float | None) -> float | None:
-        if value:
-            raise ConfigError(
-                f"lora_dropout is {value}: dropout would differ between forward and recompute",
-                remedy="lora_dropout: 0",
-            )
-        return value
-
     @field_validator("unfrozen_parameters", "frozen_parameters", mode="before")
     @classmethod
     def _patterns(cls, value: Any, info: Any) -> Any:
@@ -116,7 +106,7 @@ class ModelKeys(BaseModel):
             for name in ModelKeys.model_fields
             if name.startswith(("lora_", "peft_")) and getattr(self, name) not in (None, False, [])
         ]
-        if self.adapter is None and given and given != ["lora_dropout"]:
+        if self.adapter is None and given:
             raise ConfigError(
                 f"{given[0]} has no effect without an adapter",
                 remedy="adapter: lora, or remove it",
@@ -148,6 +138,7 @@ class ModelKeys(BaseModel):
             rank=rank,
             alpha=2.0 * rank if self.lora_alpha is None else self.lora_alpha,
             target_modules=targets if isinstance(targets, str) else tuple(targets),
+            dropout=self.lora_dropout or 0.0,
             layers=None
             if layers is None
             else (layers,)

@@ -155,6 +155,7 @@ class _Session:
                 device=prepared.device,
                 config=prepared.engine,
                 optimizer=config.adamw(),
+                dropout_seed=config.seed,
             )
         )
         # From here on the folder is this run's.
