@@ -147,7 +147,7 @@ def collect(audit: Node) -> dict[str, Quantity]:
 def _of_model(model: Node) -> Iterator[tuple[str, str, str, Node]]:
     for channel, node in model.items("skill"):
         words = CHANNEL_NAMES.get(channel, channel)
-        yield f"skill.{channel}", "skill", f"skill, {words}", node
+        yield f"skill.{channel}", "skill", f"skill (correlation), {words}", node
     for channel, contamination in model.items("contamination"):
         words = CHANNEL_NAMES.get(channel, channel)
         key = f"contamination.{channel}"
@@ -177,7 +177,7 @@ def _over_time(model: Node) -> Iterator[tuple[str, str, str, Node]]:
         for channel in ("common", "entity"):
             node = period.maybe(channel)
             if node is not None:
-                label = f"skill, {CHANNEL_NAMES[channel]}, {span}"
+                label = f"gain, {CHANNEL_NAMES[channel]}, {span}"
                 yield f"periods[{index}].{channel}", "periods", label, node
     for index, split in enumerate(model.children("walk_forward")):
         span = f"{split.text('test_start')} to {split.text('test_end')}"
@@ -195,7 +195,8 @@ def _over_time(model: Node) -> Iterator[tuple[str, str, str, Node]]:
 
 def _of_reduction(reduction: Node) -> Iterator[tuple[str, str, Node]]:
     for channel, node in reduction.items("skill"):
-        yield f"skill.{channel}", f"skill, {CHANNEL_NAMES.get(channel, channel)}", node
+        words = CHANNEL_NAMES.get(channel, channel)
+        yield f"skill.{channel}", f"skill (correlation), {words}", node
     yield "premium", "leakage premium Π", reduction.child("premium")
     walk_forward = reduction.maybe("walk_forward")
     if walk_forward is not None:

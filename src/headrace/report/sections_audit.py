@@ -131,13 +131,13 @@ def _periods(audit: Node, quantities: Quantities) -> Block | None:
                     )
                 )
         if tracks:
-            title = f"skill by period, {CHANNEL_NAMES[channel]}"
+            title = f"gain by period, {CHANNEL_NAMES[channel]}"
             panels.append(periods.Panel(title=title, tracks=tracks))
     if not panels:
         return None
     return picture(
         "periods",
-        lambda width, identity: periods.draw(panels, width, identity, "Skill by period"),
+        lambda width, identity: periods.draw(panels, width, identity, "Gain by period"),
         "Each point is one stretch of dates with its interval; a dashed line is that model's "
         "cutoff.",
         data=[
