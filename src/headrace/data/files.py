@@ -105,10 +105,16 @@ def _cached(path: str) -> Path:
             return Path(snapshot_download(path, repo_type="dataset", local_files_only=True))
         except (LocalEntryNotFoundError, ValueError):
             pass
-    fetch = f"hf download --repo-type dataset {path}"
-    raise DataError(
+    raise _missing(path)
+
+
+def _missing(path: str) -> DataError:
+    remedy = "correct the path under datasets:"
+    if not path.endswith(SUFFIXES):
+        remedy += f", or fetch it first: hf download --repo-type dataset {path}"
+    return DataError(
         f"dataset {path!r} does not exist (looked from {Path.cwd()}, and in the local hub cache)",
-        remedy=f"correct the path under datasets:, or fetch it first: {fetch}",
+        remedy=remedy,
     )
 
 

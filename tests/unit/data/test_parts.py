@@ -248,6 +248,9 @@ def test_a_dataset_in_the_local_hub_cache_is_found_by_its_name(tmp_path, monkeyp
     with pytest.raises(DataError, match="local hub cache") as caught:
         resolve_files("nobody/rows")
     assert "hf download --repo-type dataset nobody/rows" in caught.value.remedy
+    with pytest.raises(DataError, match="local hub cache") as caught:
+        resolve_files("data/talks.jsonl")
+    assert "hf download" not in caught.value.remedy
 
 
 def test_rows_of_parquet_that_cannot_be_read_are_named(tmp_path, tokenizer):
