@@ -1,5 +1,6 @@
 """``headrace train`` as users call it: output, exit codes, signals."""
 
+import errno
 import json
 import os
 import signal
@@ -11,7 +12,7 @@ import pytest
 import yaml
 
 from headrace.cli import main
-from headrace.trainer.metrics import read_rows
+from headrace.trainer.metrics import MetricsLog, read_rows
 
 
 @pytest.fixture
@@ -106,6 +107,27 @@ def test_too_little_memory_exits_with_3(capsys, config_file, monkeypatch):
     code, _, err = call(capsys, "train", config_file)
     assert code == 3
     assert "HEADRACE_HOST_MEMORY" in err
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "run.json", "config.yaml", ".lock"])
+def test_a_file_of_the_run_that_cannot_be_written_is_named(capsys, config_file, tmp_path, name):
+    (tmp_path / "run" / name).mkdir(parents=True)
+    code, _, err = call(capsys, "train", config_file)
+    assert code == 2
+    assert "cannot be written: Is a directory" in err
+    assert str(tmp_path / "run" / name) in err
+
+
+def test_a_disk_that_is_full_is_no_traceback_wherever_it_is_found(
+    capsys, config_file, tmp_path, monkeypatch
+):
+    def full(self, row):
+        raise OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")
+
+    monkeypatch.setattr(MetricsLog, "append", full)
+    code, _, err = call(capsys, "train", config_file)
+    assert code == 3
+    assert "the disk is full (metrics.jsonl)" in err
 
 
 def test_dry_run_and_schema(capsys, config_file, tmp_path):

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from headrace.cli import main
-from headrace.errors import ConfigError, DataError, ModelRefusedError
+from headrace.errors import CheckpointError, ConfigError, DataError, ModelRefusedError
 from headrace.trainer import train
 from headrace.trainer.config import resolve
 from headrace.trainer.export import export_checkpoint, export_merged
@@ -89,6 +89,17 @@ def test_a_stopped_run_ends_with_the_same_bits(lora, tmp_path):
         one, other = load_file(whole.checkpoint / file), load_file(again.checkpoint / file)
         assert one.keys() == other.keys()
         assert all(torch.equal(one[name], other[name]) for name in one), file
+
+
+@pytest.mark.parametrize("adapters_first", [True, False])
+def test_adapters_and_all_weights_do_not_resume_each_other(lora, make_config, base, adapters_first):
+    whole = make_config(model_config=None, model_name_or_path=str(base))
+    keys = {"max_steps": 1, "dtype": "float32", "resume_from_checkpoint": "auto"}
+    first, second = (lora(), whole) if adapters_first else (whole, lora())
+    train(first | keys)
+    with pytest.raises(CheckpointError, match="this run trains") as caught:
+        train(second | keys | {"max_steps": 2})
+    assert caught.value.remedy
 
 
 def test_training_goes_on_from_an_adapter(lora, base, tmp_path):

@@ -7,6 +7,7 @@ or several. Errors of :mod:`headrace.errors` become one message on stderr and th
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -75,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run(verb: str, arguments: list[str]) -> int:
-    from headrace.errors import HeadraceError
+    from headrace.errors import EXIT_WILL_NOT_FIT, HeadraceError
 
     _prepare_threads()
     try:
@@ -87,4 +88,14 @@ def _run(verb: str, arguments: list[str]) -> int:
     except KeyboardInterrupt:
         print(f"headrace {verb}: interrupted", file=sys.stderr)
         return 130
+    except OSError as error:
+        if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+            raise
+        # Every file a verb writes may be the one that finds the disk full.
+        where = error.filename or "one of the files it writes"
+        print(
+            f"headrace {verb}: the disk is full ({where})\n  remedy: free space, and start again",
+            file=sys.stderr,
+        )
+        return EXIT_WILL_NOT_FIT
     return result if isinstance(result, int) else 0

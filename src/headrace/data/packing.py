@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     Ints = npt.NDArray[np.int64]
 
 _FORMAT = 1
+_ARRAYS = ("row_offsets", "starts", "lengths", "has_next")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,23 +241,31 @@ def cached_plan(
     """
     recipe = json.dumps([_FORMAT, asdict(settings), *([key] if key else [])], sort_keys=True)
     place = folder / f"rows-{hashlib.sha256(recipe.encode()).hexdigest()[:16]}"
-    names = ("row_offsets", "starts", "lengths", "has_next")
-    if not (place / "counts.json").is_file():
-        plan = plan_rows(offsets, settings) if make is None else make()
-        temporary = Path(tempfile.mkdtemp(prefix=".rows-", dir=folder))
-        for name in names:
-            np.save(temporary / f"{name}.npy", getattr(plan, name), allow_pickle=False)
-        counts = {
-            "num_tokens": plan.num_tokens,
-            "num_dropped_tokens": plan.num_dropped_tokens,
-        }
-        (temporary / "counts.json").write_text(json.dumps(counts))
-        try:
-            temporary.rename(place)
-        except OSError:  # another process was first; its plan is the same
-            shutil.rmtree(temporary)
+    kept = _read_plan(place)
+    if kept is not None:
+        return kept
+    plan = plan_rows(offsets, settings) if make is None else make()
+    temporary = Path(tempfile.mkdtemp(prefix=".rows-", dir=folder))
+    for name in _ARRAYS:
+        np.save(temporary / f"{name}.npy", getattr(plan, name), allow_pickle=False)
+    counts = {"num_tokens": plan.num_tokens, "num_dropped_tokens": plan.num_dropped_tokens}
+    (temporary / "counts.json").write_text(json.dumps(counts))
+    try:
+        temporary.rename(place)
+    except OSError:  # another process was first; its plan is the same
+        shutil.rmtree(temporary)
+    return _read_plan(place) or plan
+
+
+def _read_plan(place: Path) -> RowPlan | None:
+    """The plan kept at ``place``; one that a crash or a copy damaged is cleared away."""
+    if not place.exists():
+        return None
     arrays: dict[str, Any] = {}
-    for name in names:
-        file = place / f"{name}.npy"
-        arrays[name] = np.load(file, mmap_mode="r", allow_pickle=False)
-    return RowPlan(**arrays, **json.loads((place / "counts.json").read_text()))
+    try:
+        for name in _ARRAYS:
+            arrays[name] = np.load(place / f"{name}.npy", mmap_mode="r", allow_pickle=False)
+        return RowPlan(**arrays, **json.loads((place / "counts.json").read_text()))
+    except (OSError, ValueError, TypeError, EOFError):
+        shutil.rmtree(place, ignore_errors=True)
+        return None

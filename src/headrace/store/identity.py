@@ -36,6 +36,14 @@ def check_same_model(path: Path, spec: ModelSpec, state: ModelState) -> None:
     Raises:
         CheckpointError: naming tensors that differ.
     """
+    has_adapters = (path / WEIGHTS_FILE).is_file()
+    if has_adapters != (spec.adapters is not None):
+        held, wanted = ("adapters", "all weights") if has_adapters else ("all weights", "adapters")
+        raise CheckpointError(
+            f"{path} is of a run that trained {held}, this run trains {wanted}",
+            remedy="resume with the adapter: setting it was saved with, or choose another "
+            "output_dir",
+        )
     if spec.adapters is not None:
         file = path / WEIGHTS_FILE
         found = dict.fromkeys(tensor_names(file), file)

@@ -7,6 +7,7 @@ not read weights.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -230,6 +231,30 @@ def _differences(before: Any, now: Any, where: str) -> Iterator[str]:
         yield f"{where}: {before} -> {now}"
 
 
+@contextlib.contextmanager
+def writable(output_dir: Path) -> Iterator[None]:
+    """Say of an ``output_dir`` what makes it unusable.
+
+    Raises:
+        CapacityError: its disk is full.
+        ConfigError: it, or a file of a run in it, cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+            raise CapacityError(
+                f"the disk of output_dir {output_dir} is full",
+                remedy="free space, or choose another output_dir",
+            ) from error
+        place = error.filename2 or error.filename
+        inside = "" if place in (None, str(output_dir)) else f" ({place})"
+        raise ConfigError(
+            f"output_dir {output_dir} cannot be written: {error.strerror}{inside}",
+            remedy="choose a folder, new or of an earlier run, that can be written",
+        ) from error
+
+
 class RunLock:
     """Keeps two processes out of one output folder; the kernel lets go when a process ends."""
 
@@ -238,19 +263,9 @@ class RunLock:
         self._descriptor: int | None = None
 
     def __enter__(self) -> Self:
-        try:
+        with writable(self._path.parent):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            if error.errno in {errno.ENOSPC, errno.EDQUOT}:
-                raise CapacityError(
-                    f"the disk of output_dir {self._path.parent} is full",
-                    remedy="free space, or choose another output_dir",
-                ) from error
-            raise ConfigError(
-                f"output_dir {self._path.parent} cannot be written: {error.strerror}",
-                remedy="choose a folder, new or of an earlier run, that can be written",
-            ) from error
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

@@ -28,7 +28,7 @@ from headrace.trainer.loop import TrainingLoop
 from headrace.trainer.metrics import MetricsLog
 from headrace.trainer.prepare import prepare
 from headrace.trainer.record import RunRecord, hardware, model_hash, peak_rss_bytes, versions
-from headrace.trainer.resume import foreign_checkpoints
+from headrace.trainer.resume import foreign_checkpoints, writable
 from headrace.trainer.saving import Saver
 from headrace.trainer.signals import StopRequest
 from headrace.trainer.stopping import stopping_callbacks
@@ -158,19 +158,20 @@ class _Session:
                 dropout_seed=config.seed,
             )
         )
-        # From here on the folder is this run's.
-        if config.overwrite_output_dir:
-            for other in foreign_checkpoints(self._out, prepared.checkpoint):
-                shutil.rmtree(other)
-        (self._out / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
-        first_step = prepared.progress.step
-        self._record = RunRecord(
-            self._out / "run.json",
-            _facts(prepared),
-            first_step=first_step,
-            resumed_from=None if prepared.checkpoint is None else str(prepared.checkpoint),
-        )
-        self._log = MetricsLog(self._out / "metrics.jsonl", last_step=first_step)
+        with writable(self._out):
+            # From here on the folder is this run's.
+            if config.overwrite_output_dir:
+                for other in foreign_checkpoints(self._out, prepared.checkpoint):
+                    shutil.rmtree(other)
+            (self._out / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+            first_step = prepared.progress.step
+            self._record = RunRecord(
+                self._out / "run.json",
+                _facts(prepared),
+                first_step=first_step,
+                resumed_from=None if prepared.checkpoint is None else str(prepared.checkpoint),
+            )
+            self._log = MetricsLog(self._out / "metrics.jsonl", last_step=first_step)
         stack.callback(self._log.close)
 
     def run(self, console: Console, say: Say) -> TrainResult:

@@ -130,3 +130,17 @@ def test_the_kept_plan_equals_a_new_one(tmp_path):
                 assert np.array_equal(getattr(plan, name), getattr(new, name))
         assert kept.num_tokens == new.num_tokens
         assert kept.num_dropped_tokens == new.num_dropped_tokens
+
+
+@pytest.mark.parametrize("damage", [b"", b"junk", None])
+@pytest.mark.parametrize("name", ["starts.npy", "counts.json"])
+def test_a_kept_plan_that_was_damaged_is_made_again(tmp_path, name, damage):
+    offsets, settings = np.array([0, 30, 50, 51, 90]), RowSettings(max_length=16)
+    whole = cached_plan(tmp_path, offsets, settings)
+    (place,) = tmp_path.glob("rows-*")
+    file = place / name
+    file.write_bytes(file.read_bytes()[:-9] if damage is None else damage)
+    again = cached_plan(tmp_path, offsets, settings)
+    assert again.num_tokens == whole.num_tokens
+    assert np.array_equal(again.starts, plan_rows(offsets, settings).starts)
+    assert [file.name for file in tmp_path.iterdir()] == [place.name]
