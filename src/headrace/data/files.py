@@ -86,7 +86,10 @@ def _found(path: str, expanded: Path, wanted: str | None) -> list[Path]:
             raise DataError(
                 f"dataset {path!r} has no readable format", remedy=f"headrace reads {_KNOWN}"
             )
-        return [expanded]
+        # As in `datasets`, a file by itself is a training split, whatever it is called.
+        if wanted == "train" or wanted == expanded.parent.name:
+            return [expanded]
+        return _of_split(path, [expanded], wanted, within=expanded.parent)
     if not expanded.is_dir() and not glob.has_magic(path):
         expanded = _cached(path)
     if expanded.is_dir():
@@ -132,6 +135,11 @@ def _of_folder(path: str, folder: Path, wanted: str | None) -> list[Path]:
     if (folder / "dataset_dict.json").is_file():
         return _saved(_chosen(path, folder, wanted))
     if (folder / "state.json").is_file():
+        if wanted not in (None, "train"):
+            raise DataError(
+                f"dataset {path!r} has no split {wanted!r}: save_to_disk wrote it as one dataset",
+                remedy="leave split out",
+            )
         return _saved(folder)
     return _of_split(path, _data(folder.rglob("*")), wanted, within=folder)
 

@@ -111,6 +111,25 @@ def test_splits_are_told_by_the_names_of_files(tmp_path):
     assert [f.name for f in resolve_files(str(tmp_path / "plain"), "train")] == ["rows.json"]
 
 
+def test_a_split_that_one_file_does_not_hold_is_refused(tmp_path):
+    """Reading all of it would train on what was meant to be kept apart, or the other way round."""
+    rows = write(tmp_path / "rows.jsonl", [{"n": 0}])
+    for split in (None, "train", "train[:50%]"):
+        assert resolve_files(str(rows), split) == [rows]
+    with pytest.raises(DataError, match="no split 'test'"):
+        resolve_files(str(rows), "test[:10%]")
+    held_out = write(tmp_path / "my-test.jsonl", [{"n": 0}])
+    assert resolve_files(str(held_out), "test") == [held_out]
+    assert resolve_files(str(held_out), "train") == [held_out]
+    (tmp_path / "test").mkdir()
+    inside = write(tmp_path / "test" / "rows.jsonl", [{"n": 0}])
+    assert resolve_files(str(inside), "test") == [inside]
+    Dataset.from_dict({"n": [0]}).save_to_disk(tmp_path / "one")
+    assert len(resolve_files(str(tmp_path / "one"), "train")) == 1
+    with pytest.raises(DataError, match="no split 'test': save_to_disk wrote it as one"):
+        resolve_files(str(tmp_path / "one"), "test")
+
+
 def stored(store):
     return {p.name: p.read_bytes() for p in store.folder.glob("*.bin")}
 
