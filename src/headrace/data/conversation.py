@@ -47,6 +47,9 @@ class Conversation:
     tools: list[Any] | None = None
 
 
+_MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+
+
 @dataclass(frozen=True)
 class ConversationReader:
     """Makes conversations of the rows of one dataset.
@@ -70,6 +73,13 @@ class ConversationReader:
         Raises:
             DataError: naming what of the row is not usable.
         """
+        for column in _MEDIA:
+            if row.get(column):
+                raise bad_row(
+                    place,
+                    f"the row has {column!r}, and headrace trains on text alone",
+                    "drop the column, and turns that speak of it",
+                )
         if self.source.type == "instruction":
             return self._of_instruction(place, row)
         if self.source.type == "prompt_completion":

@@ -87,7 +87,7 @@ def _found(path: str, expanded: Path, wanted: str | None) -> list[Path]:
                 f"dataset {path!r} has no readable format", remedy=f"headrace reads {_KNOWN}"
             )
         # As in `datasets`, a file by itself is a training split, whatever it is called.
-        if wanted == "train" or wanted == expanded.parent.name:
+        if wanted in ("train", expanded.parent.name):
             return [expanded]
         return _of_split(path, [expanded], wanted, within=expanded.parent)
     if not expanded.is_dir() and not glob.has_magic(path):

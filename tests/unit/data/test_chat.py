@@ -261,6 +261,14 @@ def test_tools_that_the_template_leaves_out_are_refused(supervised):
         supervised(row, TEMPLATES["chatml"])
 
 
+@pytest.mark.parametrize("column", ["images", "videos", "audio"])
+def test_rows_with_media_are_refused(supervised, column):
+    """Their text speaks of what the model would not see."""
+    with pytest.raises(DataError, match=f"the row has '{column}', and headrace trains on text"):
+        supervised({"messages": TALK, column: ["a.png"]})
+    assert supervised({"messages": TALK, column: []}) == supervised({"messages": TALK})
+
+
 def test_marks_that_do_not_match_the_turns_are_refused_when_it_matters(supervised):
     template = (
         "{% generation %}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
