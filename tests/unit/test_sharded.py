@@ -247,6 +247,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from headrace.trainer.convert import convert_to_model
 from headrace.trainer.convert_state import convert_to_checkpoint
+from headrace.trainer.heap import map_large_blocks
 
 
 def make(folder, **sizes):
@@ -279,6 +280,7 @@ def convert(source):
     convert_to_checkpoint(source, source / "run")
 
 
+map_large_blocks()  # or holes in the heap are counted, more or fewer by chance
 folder = Path(sys.argv[1])
 if sys.argv[2] == "make":
     make(folder / "small", hidden_size=64, intermediate_size=64, num_hidden_layers=1)
@@ -307,4 +309,4 @@ def test_converting_takes_the_memory_of_a_layer(tmp_path):
     assert run("make") > 100e6
     layer = 4 * (4 * 512 * 512 + 3 * 512 * 1408)
     # The state of a layer, a tensor that is read, and what the allocator keeps.
-    assert run("convert") < 3 * layer + 4 * 512 * 1408 + 8e6
+    assert run("convert") < 3 * layer + 4 * 512 * 1408 + 16e6
