@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from scipy import stats
 
+from headrace.audit.dated_csv import parse_dates, read_columns
 from headrace.audit.records import Figure, PerplexityRecord
 from headrace.errors import DataError
 
@@ -85,16 +86,8 @@ def read_losses(path: Path, *, stack: str) -> tuple[PerplexityRecord, ...]:
     """
     import polars as pl  # noqa: PLC0415  # half a second; only losses from files need it
 
-    if not path.is_file():
-        raise DataError(f"no document losses at {path}")
-    frame = pl.read_csv(path, infer_schema_length=None)
-    missing = [name for name in ("date", "loss_sum", "num_tokens") if name not in frame.columns]
-    if missing:
-        raise DataError(f"{path} lacks {', '.join(missing)}; it needs date, loss_sum, num_tokens")
-    try:
-        dates = frame["date"].cast(pl.String).str.slice(0, 10).str.to_date().to_numpy()
-    except pl.exceptions.PolarsError as error:
-        raise DataError(f"{path}: column 'date' holds text that is no date ({error})") from error
+    frame = read_columns(path, ("date", "loss_sum", "num_tokens"), what="document losses")
+    dates = parse_dates(path, frame["date"], length=10).to_numpy()
     return losses_by_month(
         dates,
         frame["loss_sum"].cast(pl.Float64).to_numpy(),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headrace.audit.config import parse_date
+from headrace.audit.dated_csv import parse_dates, read_columns
 from headrace.audit.records import Figure, RecallRecord
 from headrace.audit.resample import admissible_offsets, shift_p
 from headrace.audit.tables import null_of
@@ -67,17 +68,9 @@ def read_answers(path: Path) -> RecallAnswers:
     """
     import polars as pl  # noqa: PLC0415  # half a second; only answers from files need it
 
-    if not path.is_file():
-        raise DataError(f"no recall answers at {path}")
-    frame = pl.read_csv(path, infer_schema_length=None)
-    missing = [name for name in ("date", "stated", "true") if name not in frame.columns]
-    if missing:
-        raise DataError(f"{path} lacks {', '.join(missing)}; it needs date, stated, true")
+    frame = read_columns(path, ("date", "stated", "true"), what="recall answers")
     frame = frame.sort("date")
-    try:
-        date = frame["date"].cast(pl.String).str.to_date().to_numpy().astype("datetime64[us]")
-    except pl.exceptions.PolarsError as error:
-        raise DataError(f"{path}: column 'date' holds text that is no date ({error})") from error
+    date = parse_dates(path, frame["date"]).to_numpy().astype("datetime64[us]")
     return RecallAnswers(
         date=date,
         stated=frame["stated"].cast(pl.Float64).to_numpy(),

@@ -1,0 +1,43 @@
+"""CSV files with a column of dates, as users bring losses and answers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headrace.errors import DataError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import polars as pl
+
+
+def read_columns(path: Path, columns: tuple[str, ...], *, what: str) -> pl.DataFrame:
+    """The CSV at ``path``, which holds ``what`` and must have ``columns``.
+
+    Raises:
+        DataError: the file or a column is missing.
+    """
+    import polars as pl  # noqa: PLC0415  # half a second; only figures from files need it
+
+    if not path.is_file():
+        raise DataError(f"no {what} at {path}")
+    frame = pl.read_csv(path, infer_schema_length=None)
+    missing = [name for name in columns if name not in frame.columns]
+    if missing:
+        raise DataError(f"{path} lacks {', '.join(missing)}; it needs {', '.join(columns)}")
+    return frame
+
+
+def parse_dates(path: Path, column: pl.Series, *, length: int | None = None) -> pl.Series:
+    """The dates that a column of the file at ``path`` holds, of its first ``length`` characters.
+
+    Raises:
+        DataError: one is no date.
+    """
+    import polars as pl  # noqa: PLC0415  # as above
+
+    try:
+        return column.cast(pl.String).str.slice(0, length).str.to_date()
+    except pl.exceptions.PolarsError as error:
+        raise DataError(f"{path}: column 'date' holds text that is no date ({error})") from error
