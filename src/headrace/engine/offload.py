@@ -139,7 +139,7 @@ class ActivationOffload:
         if saved.sizes:
             saved.host, saved.layer = self._host(layer, number, saved.num_bytes), layer
             saved.left = self._out.submit(
-                _copies_out(saved), [Mark.here(self._device)], label=f"layer {layer}"
+                _copies(saved, out=True), [Mark.here(self._device)], label=f"layer {layer}"
             )
         self._leaving.append(saved)
         while len(self._leaving) > IN_FLIGHT:
@@ -173,7 +173,7 @@ class ActivationOffload:
                 torch.empty(size, dtype=torch.uint8, device=self._device) for size in saved.sizes
             ]
             saved.returned = self._back.submit(
-                _copies_back(saved), [Mark.here(self._device)], label=f"layer {saved.layer}"
+                _copies(saved, out=False), [Mark.here(self._device)], label=f"layer {saved.layer}"
             )
 
     def _host(self, layer: int, number: int, num_bytes: int) -> torch.Tensor:
@@ -188,27 +188,17 @@ class ActivationOffload:
         return arena.tensor(0, arena.num_bytes, torch.uint8)
 
 
-def _copies_out(saved: SavedActivations) -> Callable[[], None]:
+def _copies(saved: SavedActivations, *, out: bool) -> Callable[[], None]:
+    """The work of a lane: every storage to its place on the host, or back from there."""
     storages, host = saved.storages, saved.host
     assert host is not None
 
     def work() -> None:
         offset = 0
         for storage in storages:
-            host[offset : offset + storage.numel()].copy_(storage, non_blocking=True)
-            offset += align(storage.numel())
-
-    return work
-
-
-def _copies_back(saved: SavedActivations) -> Callable[[], None]:
-    storages, host = saved.storages, saved.host
-    assert host is not None
-
-    def work() -> None:
-        offset = 0
-        for storage in storages:
-            storage.copy_(host[offset : offset + storage.numel()], non_blocking=True)
+            place = host[offset : offset + storage.numel()]
+            target, source = (place, storage) if out else (storage, place)
+            target.copy_(source, non_blocking=True)
             offset += align(storage.numel())
 
     return work
