@@ -80,6 +80,8 @@ HOST_UPDATE = Case(name="host-update", kind="host-update", seconds=40)
 AGREEMENT = Case(name="loss200", kind="agreement", seconds=120, limit=400)
 START = Case(name="start", kind="start", arguments={"model": "8b"}, seconds=200, limit=500)
 
+PACKED = headrace("8b", 32 * K, name="packed-8b-32k", seconds=70, mean_document=1024)
+
 BEST_RESIDENT = [
     fsdp2("8b", 32 * K, rows=[1, 2], compiled=True),
     fsdp2("8b", 32 * K, rows=[1], compiled=True, checkpointing="selective"),
@@ -147,6 +149,7 @@ SMOKE = [
     smoke("host-update", "host-update", num_parameters=1_000_000, num_rounds=1),
     smoke("train", "train", **_SMALL),
     smoke("train", "profile", trace="trace-smoke.json", **_SMALL),
+    smoke("train", "packed", mean_document=16, **_SMALL),
     smoke("rival", "fsdp2", rival="fsdp2", rows=[1, 2], **_SMALL),
     smoke("rival", "fsdp2-bf16-state", rival="fsdp2", rows=[2], precision="bfloat16", **_SMALL),
     smoke("rival", "fsdp2-offload", rival="fsdp2-offload", rows=[2], **_SMALL),
@@ -170,6 +173,7 @@ SUITES: dict[str, list[Case]] = {
         PARITY,
         CEILINGS,
         headrace("8b", 32 * K),
+        PACKED,
         HOST_UPDATE,
         headrace("4b", 32 * K),
         headrace("8b", 8 * K),
@@ -183,6 +187,7 @@ SUITES: dict[str, list[Case]] = {
     ],
     "start": [PARITY, START],
     "loss200": [PARITY, AGREEMENT],
+    "packing": [PARITY, headrace("8b", 32 * K), PACKED],
     "curve": CURVE,
     "profile": [
         CEILINGS,
@@ -234,6 +239,8 @@ TARGETS = (
            bound=0.79, over=("ceilings", "matmul_sustained_tflops")),
     Target(row="8B, 32k: over compiled resident FSDP2", case="8b-32k", measure=_RATIO, unit="x",
            bound=1.5, over=("fsdp2-compiled", _RATIO)),
+    Target(row="8B, 32k, packed: of one document a row", case="packed-8b-32k", measure=_RATIO,
+           unit="x", bound=0.9, over=("8b-32k", _RATIO)),
     Target(row="8B, 128k tokens/step", case="8b-128k", bound=620, **_SPEED),
     Target(row="8B, 8k tokens/step", case="8b-8k", bound=500, **_SPEED),
     Target(row="4B, 32k tokens/step", case="4b-32k", bound=580, **_SPEED),

@@ -74,21 +74,59 @@ def step_tokens(
     return ids_NT, targets_NT
 
 
-def micro_batches(ids_NT: torch.Tensor, targets_NT: torch.Tensor, rows: int) -> list[Any]:
-    """The engine's micro-batches of up to ``rows`` full sequences."""
+def micro_batches(
+    ids_NT: torch.Tensor, targets_NT: torch.Tensor, rows: int, mean_document: int | None = None
+) -> list[Any]:
+    """The engine's micro-batches of up to ``rows`` full sequences.
+
+    Args:
+        ids_NT: token ids.
+        targets_NT: their targets.
+        rows: of a micro-batch.
+        mean_document: pack every row full of documents of about that many tokens; None makes a
+            row one document.
+    """
     import torch
 
     from headrace.batch import MicroBatch
 
-    positions_T = torch.arange(ids_NT.shape[1])
-    return [
-        MicroBatch(
-            input_ids_BT=ids_BT,
-            targets_BT=targets_BT,
-            position_ids_BT=positions_T.expand_as(ids_BT).contiguous(),
+    length = ids_NT.shape[1]
+    generator = torch.Generator().manual_seed(length)
+    batches = []
+    for ids_BT, targets_BT in zip(ids_NT.split(rows), targets_NT.split(rows), strict=True):
+        if mean_document is None:
+            positions_BT = torch.arange(length).expand_as(ids_BT).contiguous()
+            batches.append(
+                MicroBatch(input_ids_BT=ids_BT, targets_BT=targets_BT, position_ids_BT=positions_BT)
+            )
+            continue
+        lengths = torch.cat([document_lengths(length, mean_document, generator) for _ in ids_BT])
+        ends = lengths.cumsum(0)
+        first = torch.repeat_interleave(ends - lengths, lengths)
+        last = targets_BT.flatten().clone()
+        last[ends - 1] = -100  # a document's last token predicts nothing of the next one
+        batches.append(
+            MicroBatch(
+                input_ids_BT=ids_BT,
+                targets_BT=last.view_as(targets_BT),
+                position_ids_BT=(torch.arange(ids_BT.numel()) - first).view_as(ids_BT),
+                cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), ends]).int(),
+            )
         )
-        for ids_BT, targets_BT in zip(ids_NT.split(rows), targets_NT.split(rows), strict=True)
-    ]
+    return batches
+
+
+def document_lengths(total: int, mean: int, generator: torch.Generator) -> torch.Tensor:
+    """Lengths that fill a row of ``total`` tokens: exponential around ``mean``, as web text is."""
+    import torch
+
+    lengths: list[int] = []
+    left = total
+    while left:
+        drawn = torch.empty(1).exponential_(1 / mean, generator=generator).item()
+        lengths.append(min(left, max(1, round(drawn))))
+        left -= lengths[-1]
+    return torch.tensor(lengths)
 
 
 def speed(spec: ModelSpec, tokens: int, sequence: int, seconds: list[float]) -> dict[str, Any]:

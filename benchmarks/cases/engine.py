@@ -70,6 +70,7 @@ def train_case(
     device_gib: float | None = None,
     steps: int = 4,
     sequence: int = SEQUENCE,
+    mean_document: int | None = None,
     trace: str | None = None,
 ) -> dict[str, Any]:
     """Time ``steps`` steps after the warm-up, clipping at 1.0.
@@ -82,6 +83,8 @@ def train_case(
         device_gib: all the device memory the process may take, the driver's context included.
         steps: timed ones.
         sequence: tokens of a sequence.
+        mean_document: rows are packed with documents of about that many tokens; None for one
+            document a row. Model FLOPs are still counted as if each row were one.
         trace: file for a Chrome trace; the result then says where the time went.
     """
     from headrace.engine import Engine
@@ -123,7 +126,9 @@ def train_case(
         )
         fill_randomly(spec, state)
         batches = [
-            micro_batches(*step_tokens(spec.vocab_size, tokens, step, sequence), rows)
+            micro_batches(
+                *step_tokens(spec.vocab_size, tokens, step, sequence), rows, mean_document
+            )
             for step in range(WARM_UP + steps)
         ]
         results, returns = [], []
@@ -138,6 +143,7 @@ def train_case(
                       file=sys.stderr, flush=True)  # fmt: skip
             engine.synchronize()
             synchronize(device)
+            compiled = engine.compile_counts
             tail = time.perf_counter() - returns[-1]
         times = [after - before for before, after in pairwise(returns)]
         figures = speed(spec, tokens, sequence, times[WARM_UP - 1 :])
@@ -154,6 +160,7 @@ def train_case(
         "losses": [result.loss for result in results],
         "grad_norms": [result.grad_norm for result in results],
         "exposed_seconds": results[-1].exposed_seconds,
+        "compile": None if compiled is None else compiled.row() | compiled.eager_calls,
     }
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from headrace.engine import slots, windows
+from headrace.engine import exposure, slots, windows
 from headrace.errors import ConfigError
 from tiny import differing, make_batches, make_engine, planes, tiny_config, tiny_state, train
 
@@ -197,7 +197,7 @@ def dispatch_before_the_update(engine, monkeypatch):
 
 def reuse_gradients_too_early(engine, monkeypatch):
     """A gradient slot is overwritten before its content went back."""
-    monkeypatch.setattr(windows.Exposure, "reuse", lambda self, slot: slot)
+    monkeypatch.setattr(exposure.Exposure, "reuse", lambda self, slot: slot)
     engine.updater._d2h._jitter = lambda: 0.02
 
 

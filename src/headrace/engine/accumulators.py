@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from headrace.engine.windows import Exposure
+    from headrace.engine.exposure import Exposure
     from headrace.store.layout import UnitLayout
 
 

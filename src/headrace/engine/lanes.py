@@ -61,6 +61,7 @@ class Ticket:
         self._lane = lane
         self._future: Future[torch.cuda.Event | None] = Future()
         self.work_started: float | None = None  # host clock, when the job stopped waiting
+        self.begun: torch.cuda.Event | None = None  # on CUDA, when its device work began
 
     def _finish(self, event: torch.cuda.Event | None) -> None:
         self._future.set_result(event)
@@ -192,20 +193,13 @@ class Lane:
                 item.wait_on_stream()
             self._delay()
             ticket.work_started = time.perf_counter()
-            if self._tracer is not None:
-                return self._traced(self._tracer, work, label)
+            anchor = None if self._tracer is None else self._tracer.anchor
+            begun = ticket.begun = timed_event()
             work()
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch
-            event.record()
-            return event
-
-    def _traced(self, tracer: Tracer, work: Callable[[], None], label: str) -> torch.cuda.Event:
-        """Work whose beginning and end on the stream are kept."""
-        anchor, begun = tracer.anchor, timed_event()
-        work()
-        ended = timed_event()
-        tracer.add(self.name, label, begun, ended, anchor)
-        return ended
+            ended = timed_event()
+            if self._tracer is not None and anchor is not None:
+                self._tracer.add(self.name, label, begun, ended, anchor)
+            return ended
 
     def _delay(self) -> None:
         if self._jitter is not None:

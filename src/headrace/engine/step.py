@@ -21,6 +21,7 @@ from headrace.batch import IGNORE_INDEX, MicroBatch
 from headrace.engine.accumulators import Accumulators
 from headrace.engine.clipping import ClippingPolicy, clip_coefficient
 from headrace.engine.config import AdamWConfig, EngineConfig
+from headrace.engine.exposure import Exposure
 from headrace.engine.host_optimizer import UpdateSettings
 from headrace.engine.lanes import Mark, indexed_device, random_delay
 from headrace.engine.passes import Passes
@@ -29,7 +30,7 @@ from headrace.engine.routing import StepRouting
 from headrace.engine.trace import Tracer
 from headrace.engine.update import Updater, check_finite_state
 from headrace.engine.waves import Waves
-from headrace.engine.windows import Exposure, Windows
+from headrace.engine.windows import Windows
 from headrace.errors import ConfigError, DataError
 from headrace.models.capture import CallCapture
 from headrace.models.compiling import CompileCounts, Compiler
@@ -105,7 +106,7 @@ class Engine:
         )
         jitter = random_delay(self.config.lane_jitter_seconds)
         self._tracer = Tracer.wanted(self.config, self.device)
-        self._exposure = Exposure(self._tracer)
+        self._exposure = Exposure(self.device, self._tracer)
         self.updater = Updater(
             state, optimizer or AdamWConfig(), self.config, self.device, jitter, tracer=self._tracer
         )
@@ -187,7 +188,7 @@ class Engine:
         num_supervised = sum(batch.num_supervised_tokens for batch in micro_batches)
         if num_supervised == 0:
             raise DataError("no token of this step's batch is supervised: every target is -100")
-        self._exposure.reset(self.state.optimizer_step + 1)
+        self._exposure.begin_step(self.state.optimizer_step + 1)
         begun = time.perf_counter()
         step = self.state.optimizer_step + 1
         clipping = max_grad_norm is not None and max_grad_norm > 0
@@ -205,7 +206,9 @@ class Engine:
             routing=routing,
             dropout_seeds=self._dropout_seeds(micro_batches, step),
         )
-        Mark.here(self.device).synchronize()  # compute is no wait; what is left of d2h then is
+        Mark.here(self.device).synchronize()
+        self._exposure.end_compute()
+        # From here on the host waits for what is left of the return.
         waiting = time.perf_counter()
         norm = self.updater.gradient_norm()
         ended = time.perf_counter()

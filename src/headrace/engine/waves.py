@@ -23,10 +23,11 @@ if TYPE_CHECKING:
     from headrace.batch import MicroBatch
     from headrace.engine.accumulators import Accumulators
     from headrace.engine.config import EngineConfig
+    from headrace.engine.exposure import Exposure
     from headrace.engine.host_optimizer import UpdateSettings
     from headrace.engine.routing import StepRouting
     from headrace.engine.update import Updater
-    from headrace.engine.windows import Exposure, Walk, Windows
+    from headrace.engine.windows import Walk, Windows
     from headrace.models.capture import LayerArguments
     from headrace.models.spec import ModelSpec
 

@@ -1,18 +1,16 @@
 """The windows on the device, and the transfers that fill them in time.
 
 Owns the weight slots and the H2D lane. Invariants: a slot is refilled only after its last reader;
-a unit is sent only after its update; what compute waited for is accounted to a lane.
+a unit is sent only after its update.
 """
 
 from __future__ import annotations
 
-import contextlib
-import time
 from typing import TYPE_CHECKING
 
 from headrace.engine.lanes import Lane, Mark
 from headrace.engine.schedule import Use, fetches_after, plan_uses
-from headrace.engine.slots import GradientSlot, Slot, full_size
+from headrace.engine.slots import Slot, full_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -20,57 +18,9 @@ if TYPE_CHECKING:
     import torch
 
     from headrace.engine.config import EngineConfig
-    from headrace.engine.trace import Tracer
+    from headrace.engine.exposure import Exposure
     from headrace.engine.update import Updater
     from headrace.store.state import ModelState
-
-
-class Exposure:
-    """Seconds that compute waited, by lane, since the last reset."""
-
-    def __init__(self, tracer: Tracer | None = None) -> None:
-        self.seconds = {"h2d": 0.0, "update": 0.0, "d2h": 0.0, "offload": 0.0}
-        self.tracer = tracer
-
-    def reset(self, step: int) -> None:
-        """Begin a step."""
-        if self.tracer is not None:
-            self.tracer.begin_step(step)
-        self.seconds = {"h2d": 0.0, "update": 0.0, "d2h": 0.0, "offload": 0.0}
-
-    def wait(self, slot: Slot) -> None:
-        """Wait until a weight slot is filled."""
-        if slot.ready is None:  # the unit's own weights
-            return
-        started = time.perf_counter()
-        slot.ready.wait_on_stream()
-        ended = time.perf_counter()
-        # What was spent before the copy could start was spent on the unit's update.
-        copying = min(max(slot.ready.work_started or started, started), ended)
-        self.seconds["update"] += copying - started
-        self.seconds["h2d"] += ended - copying
-        if self.tracer is not None:
-            self.tracer.add_host("host", "wait for weights", started)
-
-    def reuse(self, slot: GradientSlot) -> GradientSlot:
-        """Wait until a gradient slot was returned, so that it may be overwritten."""
-        if slot.returned is not None:
-            started = time.perf_counter()
-            slot.returned.wait_on_stream()
-            self.seconds["d2h"] += time.perf_counter() - started
-            if self.tracer is not None:
-                self.tracer.add_host("host", "wait for a gradient slot", started)
-            slot.returned = None
-        return slot
-
-    @contextlib.contextmanager
-    def waiting(self, lane: str) -> Iterator[None]:
-        """Account what happens inside to a lane."""
-        started = time.perf_counter()
-        yield
-        self.seconds[lane] += time.perf_counter() - started
-        if self.tracer is not None:
-            self.tracer.add_host("host", f"wait for {lane}", started)
 
 
 class Windows:
