@@ -8,6 +8,7 @@
     ├── ModelRefusedError    exit 2   the model cannot be trained exactly
     ├── CapacityError        exit 3   the plan needs more memory or disk than there is
     ├── CheckpointError      exit 1   a checkpoint is missing, partial or inconsistent
+    │   └── DamagedCheckpointError    its contents are not what was saved
     ├── NumericsError        exit 1   training diverged beyond what skipping a step repairs
     └── LaneError            exit 1   a transfer or update lane failed in the middle of a step
 
@@ -16,6 +17,11 @@ invariant is an ``assert``, never one of these.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -62,6 +68,15 @@ class CapacityError(HeadraceError):
 
 class CheckpointError(HeadraceError):
     """A checkpoint is missing, partial or inconsistent."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint's contents are not what was saved; ``folder`` is the checkpoint's."""
+
+    def __init__(self, message: str, *, folder: Path) -> None:
+        """Build from what is wrong and where; the remedy is the same for all."""
+        super().__init__(message, remedy="resume from an earlier checkpoint, or copy it again")
+        self.folder = folder
 
 
 class NumericsError(HeadraceError):

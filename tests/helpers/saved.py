@@ -1,7 +1,9 @@
 """Trained tiny states, and saving them as a trainer does."""
 
+import json
+
 from headrace.models.spec import ModelSpec
-from headrace.store.checkpoint import save_checkpoint
+from headrace.store.checkpoint import RECORD, save_checkpoint
 from headrace.store.state import ModelState
 from tiny import make_batches, make_engine, tiny_config, tiny_state
 
@@ -27,3 +29,18 @@ def save(output_dir, spec, state, step, **kwargs):
     return save_checkpoint(
         output_dir, spec, state, step=step, trainer_state=TRAINER_STATE, **kwargs
     )
+
+
+def forget_digests(path, **changes):
+    """Make a checkpoint one of a version that had no digests, with changes to its record.
+
+    Sizes are those of the files; ``...`` removes a key.
+    """
+    (path / "digests.json").unlink(missing_ok=True)
+    record = json.loads((path / RECORD).read_text()) | {"digest": ..., "digests": ...} | changes
+    files = {
+        name: (path / name).stat().st_size for name in record["files"] if name != "digests.json"
+    }
+    record |= {"files": files}
+    kept = {key: value for key, value in record.items() if value is not ...}
+    (path / RECORD).write_text(json.dumps(kept))

@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 from headrace.engine.host_optimizer import HostOptimizer
 from headrace.engine.passes import Passes
-from headrace.errors import CapacityError, LaneError
+from headrace.errors import CapacityError, DamagedCheckpointError, LaneError
 from headrace.store.checkpoint import latest_checkpoint
 from headrace.store.host_memory import host_memory
 from headrace.trainer import failures, train
@@ -97,3 +97,41 @@ def test_a_disk_that_would_fill_up(run_config, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage)
     with pytest.raises(CapacityError, match="checkpoints need 1 x"):
         run_config(max_steps=1, output_dir=str(tmp_path / "other"))
+
+
+def flip_last_bit(file):
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+SAVES = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 3}
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "config.json"])
+def test_a_damaged_checkpoint_is_passed_over(make_config, tmp_path, capsys, caplog, file):
+    """A bit of the newest one has flipped: `auto` says so and takes the one before it."""
+    whole = train(make_config(output_dir=str(tmp_path / "whole"), **SAVES))
+    shutil.copytree(tmp_path / "whole", tmp_path / "run")
+    flip_last_bit(tmp_path / "run" / "checkpoint-8" / file)
+    config = make_config(**SAVES, resume_from_checkpoint="auto", progress="lines")
+    result = train(config, console=Console(width=400))
+    said = capsys.readouterr().out + caplog.text
+    assert f"{file} has changed since it was saved" in said
+    assert "checkpoint-6, step 6" in said
+    assert same_weights(result.checkpoint, whole.checkpoint)
+    names = {path.name for path in (tmp_path / "run").glob("checkpoint-*")}
+    kept = {"checkpoint-8.damaged"} if file != "config.json" else set()  # else it was replaced
+    assert names == {"checkpoint-4", "checkpoint-6", "checkpoint-8"} | kept
+
+
+def test_the_only_checkpoint_is_damaged(run_config, tmp_path):
+    """Nothing begins anew by itself, and nothing is renamed."""
+    path = run_config(**SAVES | {"save_steps": 8}).checkpoint
+    flip_last_bit(path / "model.safetensors")
+    with pytest.raises(DamagedCheckpointError, match="has changed") as caught:
+        run_config(**SAVES, resume_from_checkpoint="auto")
+    assert "copy it again" in caught.value.remedy
+    with pytest.raises(DamagedCheckpointError, match="has changed"):
+        run_config(output_dir=str(tmp_path / "other"), resume_from_checkpoint=str(path))
+    assert [p.name for p in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-8"]

@@ -13,7 +13,7 @@ from headrace.store.checkpoint import (
     load_checkpoint,
     prune_checkpoints,
 )
-from saved import fresh, save, trained
+from saved import forget_digests, fresh, save, trained
 from tiny import differing, planes, tiny_config
 
 
@@ -68,6 +68,7 @@ def test_partly_written_checkpoint_is_passed_over(tmp_path, saved, caplog, victi
 def test_bytes_changed_on_the_disk(tmp_path, saved):
     """A header that no longer describes the file is refused, not read."""
     path = save(tmp_path, *saved, 1)
+    forget_digests(path)
     data = bytearray((path / "optimizer.safetensors").read_bytes())
     data[8:40] = b"\0" * 32
     (path / "optimizer.safetensors").write_bytes(data)

@@ -2,28 +2,29 @@
 
 ``checkpoint-{step}/`` holds ``model*.safetensors`` (readable by ``from_pretrained``),
 ``optimizer*.safetensors`` (remainder plane and moments by parameter name), ``headrace.json`` (step,
-sizes of all files, the trainer's state) and the config and tokenizer. It is written under a
-temporary name, flushed, and renamed. Never pickle. Invariants: saving needs no memory of the
-model's size; a kill at any moment leaves the previous checkpoint; resume is bitwise.
+sizes of all files, the trainer's state), ``digests.json`` and the config and tokenizer. It is
+written under a temporary name, flushed, and renamed. Never pickle. Invariants: saving needs no
+memory of the model's size; a kill at any moment leaves the previous checkpoint; resume is bitwise,
+from what was saved to the bit.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headrace.errors import CheckpointError
+from headrace.errors import CheckpointError, DamagedCheckpointError
 from headrace.store.adapter_files import read_adapter
 from headrace.store.carried import CarriedTensors
+from headrace.store.digests import DIGESTS
 from headrace.store.folders import (
     FORMAT_VERSION,
     RECORD,
-    damaged,
-    file_sizes,
     find_problem,
     latest_checkpoint,
     list_checkpoints,
@@ -31,16 +32,17 @@ from headrace.store.folders import (
     new_folder,
     prune_checkpoints,
     read_record,
+    write_record,
 )
 from headrace.store.identity import check_same_model, check_tensor, read_optimizer_index
 from headrace.store.safetensors_io import SafetensorsReader, read_index
 from headrace.store.shards import (
     ShardWriter,
     adapter_groups,
+    described_weights,
     optimizer_groups,
     optimizer_tensors,
     weight_groups,
-    write_json,
     write_shards,
 )
 from headrace.store.snapshot import Snapshot
@@ -53,7 +55,10 @@ if TYPE_CHECKING:
     from headrace.store.state import ModelState, StateDtype
 
 SHARD_BYTES = 4 * GIB
-_LEAST_COMPANIONS = MIB  # config.json, headrace.json, indices
+OWN_FILES = (RECORD, DIGESTS)  # what no model folder has
+_LEAST_COMPANIONS = MIB  # config.json, headrace.json
+_NAMED_BYTES = 160  # of a tensor, beside its name: a header's, an index's and a digest's line
+_logger = logging.getLogger(__name__)
 
 
 def checkpoint_bytes(spec: ModelSpec, state: ModelState, tokenizer: Any = None) -> int:
@@ -65,7 +70,10 @@ def checkpoint_bytes(spec: ModelSpec, state: ModelState, tokenizer: Any = None) 
     # A fast tokenizer is one JSON file; a slow one's vocabulary is about as long.
     backend = getattr(tokenizer, "backend_tokenizer", None)
     words = len(backend.to_str().encode()) if backend is not None else 0
-    companions = _LEAST_COMPANIONS + words
+    names = [p.name for unit in state.units for p in unit.layout.params if p.trainable] * 3
+    if spec.adapters is None:
+        names += [n for unit in state.units for n in described_weights(spec.weight_names, unit)]
+    companions = _LEAST_COMPANIONS + words + sum(len(name) + _NAMED_BYTES for name in names)
     if spec.adapters is None:
         return state.state_bytes + spec.carried.num_bytes + companions
     # A float32 copy, two moments, and the remainder of a split master.
@@ -151,10 +159,9 @@ def write_checkpoint(
             "optimizer_step": source.optimizer_step,
             "dtype": source.dtype,
             "carried": list(spec.carried.names),
-            "files": file_sizes(folder),
             "trainer_state": trainer_state,
         }
-        write_json(folder / RECORD, record)
+        write_record(folder, record, {**weights.digests, **optimizer.digests})
     return output_dir / f"checkpoint-{step}"
 
 
@@ -165,6 +172,7 @@ def load_checkpoint(path: str | Path, spec: ModelSpec, state: ModelState) -> dic
 
     Raises:
         CheckpointError: it is incomplete, of another model or of another dtype.
+        DamagedCheckpointError: a tensor is not what was saved, by its digest.
     """
     path = Path(path)
     if (problem := find_problem(path)) is not None:
@@ -174,6 +182,12 @@ def load_checkpoint(path: str | Path, spec: ModelSpec, state: ModelState) -> dic
         raise CheckpointError(
             f"{path} was saved with dtype {record['dtype']}, this run has {state.dtype}",
             remedy=f"set dtype: {record['dtype']}",
+        )
+    if "digests" not in record:
+        _logger.warning(
+            "%s was saved without digests, by an earlier headrace: damage to its values would not "
+            "be noticed",
+            path,
         )
     if spec.adapters is None:
         _read_weights(path, set(record.get("carried", ())), spec, state)
@@ -202,13 +216,17 @@ def _read_weights(path: Path, carried: set[str], spec: ModelSpec, state: ModelSt
             def get(key: str) -> torch.Tensor:
                 value = reader.get(weights[key], key)
                 if not bool(torch.isfinite(value).all()):
-                    raise damaged(f"{key} in {path} has NaN or infinite values")
+                    raise DamagedCheckpointError(
+                        f"{key} in {path} has NaN or infinite values", folder=path
+                    )
                 return value
 
             for name, value in piece.read(get, spec.model, spec.config).items():
                 unit, param = places[name]
                 check_tensor(value, unit.stored(param, described=True), name, path)
                 unit.set_master(param, value)
+        for key in carried:
+            reader.get(weights[key], key)  # is written to the next checkpoints: compared now
     spec.carried = CarriedTensors(carried, weights)
 
 
@@ -261,6 +279,7 @@ def _write_tokenizer(folder: Path, tokenizer: Any) -> None:
 
 
 __all__ = [
+    "OWN_FILES",
     "RECORD",
     "checkpoint_bytes",
     "export_pretrained",

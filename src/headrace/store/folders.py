@@ -3,7 +3,7 @@
 Owns names, wholeness and replacement: a folder is written under a temporary name, flushed and
 renamed. Invariants: a kill at any moment leaves what was there before, or the new folder whole; a
 checkpoint that is not complete is never chosen. Knows nothing of what the files hold, but for the
-sizes in a checkpoint's record.
+sizes and digests in a checkpoint's record.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.errors import CheckpointError, ConfigError
-from headrace.store.safetensors_io import sync_directory
+from headrace.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from headrace.store.digests import DIGESTS, Digests, digest, json_digest, write_digests
+from headrace.store.safetensors_io import sync_directory, write_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 FORMAT_VERSION = 1
 RECORD = "headrace.json"
@@ -32,7 +33,7 @@ _logger = logging.getLogger(__name__)
 
 def read_record(path: Path) -> dict[str, Any]:
     """The JSON record of a checkpoint."""
-    record = json.loads((path / RECORD).read_text())
+    record = _parsed_record(path)
     if record.get("format_version") != FORMAT_VERSION:
         raise CheckpointError(
             f"{path} has format version {record.get('format_version')}, "
@@ -40,20 +41,47 @@ def read_record(path: Path) -> dict[str, Any]:
         )
     for key, kind in _RECORD_KINDS.items():
         if not isinstance(record.get(key), kind):
-            raise damaged(f"{path / RECORD} is damaged: {key} is {record.get(key)!r}")
-    return dict(record)
+            raise DamagedCheckpointError(
+                f"{path / RECORD} is damaged: {key} is {record.get(key)!r}", folder=path
+            )
+    return record
 
 
-def damaged(what: str) -> CheckpointError:
-    """The error for a checkpoint whose contents cannot be."""
-    return CheckpointError(what, remedy="resume from an earlier checkpoint, or copy it again")
+def _parsed_record(path: Path) -> dict[str, Any]:
+    """The record, compared with its own digest if it has one."""
+    record = dict(json.loads((path / RECORD).read_text()))
+    saved = record.pop("digest", None)
+    known = record.get("format_version") == FORMAT_VERSION
+    if known and saved is not None and saved != json_digest(record):
+        raise DamagedCheckpointError(
+            f"{path / RECORD} has changed since it was saved: its digest is another one",
+            folder=path,
+        )
+    return record
+
+
+def write_record(folder: Path, record: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
+    """Write digests and the record of a folder that has all its other files.
+
+    Args:
+        folder: of the checkpoint.
+        record: what the checkpoint says of itself; sizes and digests are added.
+        weights: digests of its safetensors files, see :func:`write_digests`.
+    """
+    whole = {**record, "digests": write_digests(folder, weights), "files": file_sizes(folder)}
+    write_json(folder / RECORD, {**whole, "digest": json_digest(whole)})
 
 
 def find_problem(path: Path) -> str | None:
-    """Why a folder is not a complete checkpoint, or None if it is one."""
+    """Why a folder is not a complete checkpoint, or None if it is one.
+
+    Looks at everything but the tensors' data, whose digests are compared when they are read.
+    """
     try:
-        record = json.loads((path / RECORD).read_text())
+        record = _parsed_record(path)
         files = dict(record["files"])
+    except DamagedCheckpointError as error:
+        return error.message
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         return f"{RECORD}: {error}"
     for name, size in files.items():
@@ -63,7 +91,15 @@ def find_problem(path: Path) -> str | None:
             return f"{name} is missing"
         if found != size:
             return f"{name} has {found} bytes of {size}"
-    return None
+    try:
+        digests = Digests.of(path)
+        if digests is None:
+            return None  # of a version that made none
+        if digest((path / DIGESTS).read_bytes()) != record.get("digests"):
+            return f"{DIGESTS} has changed since it was saved"
+    except DamagedCheckpointError as error:
+        return error.message
+    return digests.find_problem()
 
 
 def list_checkpoints(output_dir: str | Path) -> list[Path]:

@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from headrace.errors import CheckpointError
+from headrace.store.digests import Digests, Hasher, chunks, digest, tensor_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -55,6 +56,10 @@ class StreamWriter:
     """Writes the tensors of one file one after another, as they are made.
 
     The file is flushed to the disk when the block ends well.
+
+    Attributes:
+        name: of the file.
+        digests: of its header and of the tensors written so far.
     """
 
     def __init__(
@@ -84,12 +89,15 @@ class StreamWriter:
         self._path = path
         self._num_bytes = offset
         self._wanted = list(described.values())[::-1]
+        start = len(encoded).to_bytes(8, "little") + encoded
+        self._names = list(described)[::-1]
+        self.name = path.name
+        self.digests: dict[str, Any] = {"header": digest(start), "tensors": {}}
         with self._writing():
             self._file = path.open("wb")
         try:
             with self._writing():
-                self._file.write(len(encoded).to_bytes(8, "little"))
-                self._file.write(encoded)
+                self._file.write(start)
         except CheckpointError:
             self.close()
             raise
@@ -110,9 +118,12 @@ class StreamWriter:
         """
         wanted = self._wanted.pop()
         assert (tensor.dtype, tensor.shape) == (wanted.dtype, wanted.shape)
-        flat = tensor.cpu().contiguous().reshape(-1)
+        hasher = Hasher()
         with self._writing():
-            self._file.write(flat.view(torch.uint8).numpy().data)
+            for piece in chunks(tensor_bytes(tensor.cpu())):
+                hasher.update(piece)
+                self._file.write(piece)
+        self.digests["tensors"][self._names.pop()] = hasher.hexdigest()
 
     def finish(self) -> None:
         """Flush the file, which must have all its tensors, to the disk and close it.
@@ -140,6 +151,12 @@ class StreamWriter:
                 "be written",
                 remedy="free space or choose another output_dir; earlier checkpoints are untouched",
             ) from error
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write an object as JSON, keys sorted."""
+    text = json.dumps(value, indent=1, sort_keys=True, allow_nan=False)
+    path.write_text(text + "\n")
 
 
 def sync_directory(path: Path) -> None:
@@ -230,10 +247,14 @@ def describe_tensors(path: Path, names: Iterable[str]) -> dict[str, torch.Tensor
 
 
 class SafetensorsReader:
-    """Keeps safetensors files open while their tensors are read."""
+    """Keeps safetensors files open while their tensors are read.
+
+    What lies in a folder with digests is compared with them.
+    """
 
     def __init__(self) -> None:
         self._open: dict[Path, Any] = {}
+        self._digests: dict[Path, Digests | None] = {}
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -247,10 +268,14 @@ class SafetensorsReader:
 
         Raises:
             CheckpointError: the file is not whole, or has no such tensor.
+            DamagedCheckpointError: its folder has digests, and the tensor has another one.
         """
         self.open(path)
         with _readable(path):
             tensor: torch.Tensor = self._open[path].get_tensor(name)
+        digests = self._digests[path.parent]
+        if digests is not None:
+            digests.check(path, name, digest(tensor_bytes(tensor)))
         return tensor
 
     def open(self, path: Path) -> None:
@@ -262,3 +287,5 @@ class SafetensorsReader:
         with _readable(path):
             if path not in self._open:
                 self._open[path] = self._stack.enter_context(safe_open(path, framework="pt"))
+        if path.parent not in self._digests:
+            self._digests[path.parent] = Digests.of(path.parent)

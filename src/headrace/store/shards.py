@@ -7,12 +7,11 @@ more than one unit, and index, headers and files agree.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from headrace.store.adapter_files import adapter_tensors, described_adapter, merged
-from headrace.store.safetensors_io import StreamWriter
+from headrace.store.safetensors_io import StreamWriter, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -114,7 +113,12 @@ def write_shards(
 
 
 class ShardWriter:
-    """Writes groups in order, one at each call; the index, if one is needed, at the end."""
+    """Writes groups in order, one at each call; the index, if one is needed, at the end.
+
+    Attributes:
+        weight_map: the file of each tensor.
+        digests: of each file that is complete, as ``digests.json`` holds them.
+    """
 
     def __init__(
         self, folder: Path, stem: str, groups: Sequence[TensorGroup], *, shard_bytes: int
@@ -128,6 +132,7 @@ class ShardWriter:
         shards = list(_filled(groups, shard_bytes))
         self._files: dict[int, tuple[str, list[TensorGroup]]] = {}  # by its first group's id
         self.weight_map: dict[str, str] = {}
+        self.digests: dict[str, dict[str, Any]] = {}
         for number, shard in enumerate(shards, 1):
             name = f"{stem}.safetensors"
             if len(shards) > 1:
@@ -156,7 +161,7 @@ class ShardWriter:
         self._next += 1
         if id(group) in self._files:
             if self._open is not None:
-                self._open.finish()
+                self._close_file(self._open)
             name, shard = self._files[id(group)]
             described = {n: tensor for part in shard for n, tensor in part.described.items()}
             self._open = StreamWriter(self._folder / name, described, {"format": "pt"})
@@ -170,11 +175,15 @@ class ShardWriter:
     def _finish(self) -> None:
         assert self._next == len(self._groups), "groups are missing"
         if self._open is not None:
-            self._open.finish()
+            self._close_file(self._open)
         if len(self._files) > 1:
             total = sum(group.num_bytes for group in self._groups)
             index = {"metadata": {"total_size": total}, "weight_map": self.weight_map}
             write_json(self._folder / f"{self._stem}.safetensors.index.json", index)
+
+    def _close_file(self, file: StreamWriter) -> None:
+        file.finish()
+        self.digests[file.name] = file.digests
 
 
 def _filled(groups: Sequence[TensorGroup], shard_bytes: int) -> Iterator[list[TensorGroup]]:
@@ -188,9 +197,3 @@ def _filled(groups: Sequence[TensorGroup], shard_bytes: int) -> Iterator[list[Te
             shard = []
         shard.append(group)
     yield shard
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write an object as JSON, keys sorted."""
-    text = json.dumps(value, indent=1, sort_keys=True, allow_nan=False)
-    path.write_text(text + "\n")

@@ -1,28 +1,29 @@
 """Checkpoints as plain Hugging Face model folders.
 
 Owns ``headrace export``. A checkpoint's weights are already in Hugging Face's layout (adapters in
-PEFT's), so they are copied file by file by the kernel: memory does not grow with the model. Merging
-adapters reads the model they belong to. The invariant: the
-folder appears under its name only when it is complete, and no optimizer state goes into it.
+PEFT's), so they are copied file by file, a mebibyte at a time, and compared with the checkpoint's
+digests on the way. Merging adapters reads the model they belong to. The invariant: the folder
+appears under its name only when it is complete, and no optimizer state goes into it.
 """
 
 from __future__ import annotations
 
 import errno
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.errors import CapacityError, CheckpointError, ConfigError
+from headrace.errors import CapacityError, CheckpointError, ConfigError, DamagedCheckpointError
 from headrace.store.adapter_files import CONFIG_FILE, read_adapter
 from headrace.store.checkpoint import (
+    OWN_FILES,
     RECORD,
     export_pretrained,
     find_problem,
     latest_checkpoint,
     read_record,
 )
+from headrace.store.digests import Digests, copy_checked
 from headrace.store.loading import load_pretrained
 from headrace.store.state import ModelState
 from headrace.trainer.config import resolve
@@ -79,6 +80,7 @@ def export_checkpoint(source: str | Path, out: str | Path) -> ExportResult:
 
     Raises:
         CheckpointError: no complete checkpoint there.
+        DamagedCheckpointError: a file is not what was saved, by its digests.
         ConfigError: ``out`` is taken, or cannot be written.
         CapacityError: the disk has no room.
     """
@@ -88,7 +90,7 @@ def export_checkpoint(source: str | Path, out: str | Path) -> ExportResult:
     files = sorted(
         file
         for file in checkpoint.iterdir()
-        if file.is_file() and file.name != RECORD and not file.name.startswith("optimizer")
+        if file.is_file() and file.name not in OWN_FILES and not file.name.startswith("optimizer")
     )
     num_bytes = sum(file.stat().st_size for file in files)
     try:
@@ -102,12 +104,13 @@ def export_checkpoint(source: str | Path, out: str | Path) -> ExportResult:
             "free",
             remedy="free space, or export elsewhere",
         )
+    digests = Digests.of(checkpoint)
     temporary = out.with_name(f".{out.name}.writing")
     shutil.rmtree(temporary, ignore_errors=True)  # of an export that was killed
     try:
         temporary.mkdir()
         for file in files:
-            _copy(file, temporary / file.name)
+            copy_checked(file, temporary / file.name, digests)
         if out.exists():
             out.rmdir()
         temporary.rename(out)
@@ -124,6 +127,9 @@ def export_checkpoint(source: str | Path, out: str | Path) -> ExportResult:
                 remedy="export again; the run has a later one",
             ) from error
         raise _not_writable(out, error) from error
+    except DamagedCheckpointError:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
     return ExportResult(
         checkpoint=checkpoint, folder=out, num_bytes=num_bytes, files=tuple(f.name for f in files)
     )
@@ -177,9 +183,3 @@ def _not_writable(out: Path, error: OSError) -> ConfigError:
     return ConfigError(
         f"{out} cannot be written: {error.strerror or error}", remedy="choose another folder"
     )
-
-
-def _copy(source: Path, target: Path) -> None:
-    shutil.copyfile(source, target)
-    with target.open("rb") as file:
-        os.fsync(file.fileno())

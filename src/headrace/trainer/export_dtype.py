@@ -18,7 +18,7 @@ from headrace.errors import ConfigError
 from headrace.models.building import load_config
 from headrace.models.spec import ModelSpec
 from headrace.store.carried import CarriedTensors
-from headrace.store.checkpoint import RECORD, SHARD_BYTES, read_record
+from headrace.store.checkpoint import OWN_FILES, SHARD_BYTES, read_record
 from headrace.store.conversion import pieces_by_unit
 from headrace.store.folders import new_folder, refuse_taken
 from headrace.store.identity import read_optimizer_index
@@ -63,7 +63,7 @@ def export_as(source: str | Path, out: str | Path, *, dtype: Dtype) -> ExportRes
         write_shards(folder, "model", groups, shard_bytes=SHARD_BYTES)
         for file in sorted(checkpoint.iterdir()):
             weights = ".safetensors" in file.name
-            if file.is_file() and not weights and file.name not in {RECORD, "config.json"}:
+            if file.is_file() and not weights and file.name not in {*OWN_FILES, "config.json"}:
                 shutil.copyfile(file, folder / file.name)
         config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
         text = json.dumps({**config, "dtype": dtype}, indent=2, ensure_ascii=False)

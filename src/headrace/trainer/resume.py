@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import TracebackType
 
+    from headrace.errors import DamagedCheckpointError
     from headrace.trainer.config import TrainConfig
 
 _FORMAT = 1
@@ -137,6 +138,35 @@ def choose_checkpoint(config: TrainConfig) -> Path | None:
         return path
     _refuse_mixing(foreign_checkpoints(config.output_dir, None), config)
     return None
+
+
+def set_aside(config: TrainConfig, error: DamagedCheckpointError) -> str:
+    """Rename a damaged checkpoint that ``auto`` has chosen; the next choice is the one before it.
+
+    Returns:
+        What was done, for people.
+
+    Raises:
+        DamagedCheckpointError: ``error``, when another folder was damaged or no other checkpoint is
+            whole; nothing was renamed.
+    """
+    damaged = error.folder
+    others = [path for path in list_checkpoints(config.output_dir) if path != damaged]
+    if (
+        config.resume_from_checkpoint != "auto"
+        or damaged.parent.resolve() != config.output_dir.resolve()
+        or all(find_problem(path) is not None for path in others)
+    ):
+        raise error
+    name = f"{damaged.name}.damaged"
+    taken = len(list(damaged.parent.glob(f"{name}*")))
+    kept = damaged.with_name(f"{name}-{taken + 1}" if taken else name)
+    with writable(config.output_dir):
+        damaged.rename(kept)
+    return (
+        f"checkpoint: {error.message}; {damaged.name} is now {kept.name}, and the run goes on from "
+        "the checkpoint before it"
+    )
 
 
 def _refuse_mixing(others: list[Path], config: TrainConfig) -> None:

@@ -17,7 +17,7 @@ from rich.console import Console
 from transformers.trainer_callback import TrainerState
 
 from headrace.engine import Engine
-from headrace.errors import HeadraceError
+from headrace.errors import DamagedCheckpointError, HeadraceError
 from headrace.models.flops import step_flops
 from headrace.trainer.callbacks import Callbacks
 from headrace.trainer.config import TrainConfig, resolve
@@ -28,7 +28,7 @@ from headrace.trainer.loop import TrainingLoop
 from headrace.trainer.metrics import MetricsLog
 from headrace.trainer.prepare import prepare
 from headrace.trainer.record import RunRecord, hardware, model_hash, peak_rss_bytes, versions
-from headrace.trainer.resume import foreign_checkpoints, writable
+from headrace.trainer.resume import foreign_checkpoints, set_aside, writable
 from headrace.trainer.saving import Saver
 from headrace.trainer.signals import StopRequest
 from headrace.trainer.stopping import stopping_callbacks
@@ -108,9 +108,14 @@ def train(
 
     for note in notes:
         say(f"config: {note}")
-    with ExitStack() as stack:
-        prepared = prepare(resolved, stack, say)
-        return _Session(prepared, callbacks, stack).run(console, say)
+    while True:
+        with ExitStack() as stack:
+            try:
+                prepared = prepare(resolved, stack, say)
+            except DamagedCheckpointError as error:
+                say(set_aside(resolved, error))
+                continue  # with the checkpoint before it
+            return _Session(prepared, callbacks, stack).run(console, say)
 
 
 class _Session:
