@@ -5,8 +5,8 @@ import pytest
 
 from families import family_config
 from headrace.errors import ModelRefusedError
-from headrace.models.adapters import LoraSettings
 from headrace.models.building import build_model
+from headrace.models.lora import LoraSettings
 from headrace.models.spec import ModelSpec
 from headrace.models.structure import structure
 from headrace.selftest.adapters import check_adapters

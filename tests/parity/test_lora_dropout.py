@@ -9,8 +9,8 @@ from torch import nn
 
 from families import family_config
 from headrace.engine import AdamWConfig, Engine, EngineConfig, offload
-from headrace.models.adapters import LoraSettings
 from headrace.models.dropout import SeededDropout, draw_seeds
+from headrace.models.lora import LoraSettings
 from headrace.models.spec import ModelSpec
 from headrace.selftest.checks import relative_errors, streamed_gradients
 from headrace.selftest.reference import reference_gradients, with_adapters

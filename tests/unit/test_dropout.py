@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from headrace.errors import ConfigError, ModelRefusedError
-from headrace.models.adapters import LoraSettings
 from headrace.models.dropout import SeededDropout, draw_seeds, kept_elements, seed_names
+from headrace.models.lora import LoraSettings
 from masks import numpy_kept
 
 NUM = 1 << 18

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.models.adapters import LoraSettings
 from headrace.models.flops import flops_per_token
+from headrace.models.lora import LoraSettings
 from headrace.models.spec import ModelSpec
 from headrace.plan.architecture import read_architecture
 from headrace.plan.families import FAMILIES

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from headrace.data.loader import LoaderSettings, StepBatch
+    from headrace.data.batching import LoaderSettings
+    from headrace.data.loader import StepBatch
     from headrace.data.sampler import LoaderState
 
 

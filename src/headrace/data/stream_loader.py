@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headrace.data.loader import LoaderSettings, RowSet, StepBatch, collate
+from headrace.data.loader import RowSet, StepBatch, collate
 from headrace.data.sampler import LoaderState
 from headrace.data.streams import Cursor, StreamedSet
 from headrace.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from headrace.data.batching import LoaderSettings
 
 
 class StreamLoader:

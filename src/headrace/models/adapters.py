@@ -11,64 +11,21 @@ from __future__ import annotations
 import difflib
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from headrace.errors import ConfigError, ModelRefusedError
 from headrace.models.dropout import SeededDropout
+from headrace.models.lora import ALL_LINEAR
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from headrace.models.lora import LoraSettings
+
 ADAPTER = "default"  # PEFT's name for the only adapter of a model
-ALL_LINEAR = "all-linear"
 KEY_PREFIX = "base_model.model."  # of every name in PEFT's files
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoraSettings:
-    """What adapters a model gets.
-
-    Attributes:
-        rank: columns of A and rows of B.
-        alpha: the product B A is scaled by ``alpha / rank``.
-        dropout: the probability that training drops an element of A's input.
-        target_modules: ``"all-linear"``, a regular expression that whole module names must match,
-            or names that they end with, as in PEFT.
-        layers: numbers of the layers that get adapters; None for all.
-        use_rslora: scale by ``alpha / sqrt(rank)`` instead (arXiv:2312.03732).
-        initialisation: of A: ``"default"`` (Kaiming, as PEFT) or ``"gaussian"``; B is zero.
-        modules_to_save: modules that are trained whole, by what their names end with, as in PEFT.
-    """
-
-    rank: int = 8
-    alpha: float = 16.0
-    dropout: float = 0.0
-    target_modules: str | tuple[str, ...] = ALL_LINEAR
-    layers: tuple[int, ...] | None = None
-    use_rslora: bool = False
-    initialisation: Literal["default", "gaussian"] = "default"
-    modules_to_save: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        """Refuse what gives no adapter."""
-        if self.rank < 1:
-            raise ConfigError(f"the rank of adapters is {self.rank}; it must be at least 1")
-        if not 0 < self.alpha < float("inf"):
-            raise ConfigError(f"the alpha of adapters is {self.alpha}; it must be above 0")
-        if not 0 <= self.dropout < 1:
-            raise ConfigError(
-                f"the dropout of adapters is {self.dropout}; it must be at least 0 and below 1"
-            )
-        if isinstance(self.target_modules, str) and self.target_modules != ALL_LINEAR:
-            try:
-                re.compile(self.target_modules)
-            except re.error as error:
-                raise ConfigError(
-                    f"adapter targets {self.target_modules!r}: {error}",
-                    remedy="a list of names, a regular expression, or all-linear",
-                ) from error
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,8 @@ from headrace.store.conversion import WeightNames
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from headrace.models.adapters import Adapters, LoraSettings
+    from headrace.models.adapters import Adapters
+    from headrace.models.lora import LoraSettings
 
 MAX_TINY = 50_000_000  # parameters of a tiny twin
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from headrace.models.adapters import LoraSettings
     from headrace.models.anatomy import Anatomy
+    from headrace.models.lora import LoraSettings
     from headrace.models.spec import Parts
 
 _Entry = tuple[str, str, tuple[int, ...], bool]

@@ -27,7 +27,8 @@ from headrace.store.checkpoint import export_pretrained
 if TYPE_CHECKING:
     from torch import nn
 
-    from headrace.models.adapters import Adapters, LoraSettings
+    from headrace.models.adapters import Adapters
+    from headrace.models.lora import LoraSettings
     from headrace.store.state import ModelState
 
 MAX_MERGED_ERROR = 1e-4  # of the largest logit: one rounding of each weight, through all layers

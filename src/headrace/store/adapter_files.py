@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from headrace.errors import CheckpointError, ConfigError, DataError
-from headrace.models.adapters import ADAPTER, KEY_PREFIX, LoraSettings
+from headrace.models.adapters import ADAPTER, KEY_PREFIX
+from headrace.models.lora import LoraSettings
 from headrace.store.safetensors_io import SafetensorsReader, tensor_names, write_file
 
 if TYPE_CHECKING:

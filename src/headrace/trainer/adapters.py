@@ -15,7 +15,7 @@ from headrace.store.adapter_files import initialise_adapters, read_adapter, read
 from headrace.store.checkpoint import load_checkpoint
 
 if TYPE_CHECKING:
-    from headrace.models.adapters import LoraSettings
+    from headrace.models.lora import LoraSettings
     from headrace.models.spec import ModelSpec
     from headrace.store.state import ModelState
     from headrace.trainer.config import TrainConfig

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, get_type_hints
 import yaml
 from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from headrace.data.loader import LoaderSettings
+from headrace.data.batching import LoaderSettings
 from headrace.data.sources import DatasetSource
 from headrace.engine.config import AdamWConfig, EngineConfig, ParamGroup
 from headrace.errors import ConfigError

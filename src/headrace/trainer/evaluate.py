@@ -17,8 +17,9 @@ from headrace.data.loader import evaluation_batches
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from headrace.data.batching import LoaderSettings
     from headrace.data.evaluation import EvalSet
-    from headrace.data.loader import LoaderSettings, RowSet
+    from headrace.data.loader import RowSet
     from headrace.engine import Engine
     from headrace.trainer.harness import Harness
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from headrace.errors import ConfigError
-from headrace.models.adapters import ALL_LINEAR, LoraSettings
+from headrace.models.lora import ALL_LINEAR, LoraSettings
 
 _RANGE = re.compile(r"\[\d*:\d*\]$")
 

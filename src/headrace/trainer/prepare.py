@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from headrace.data.loader import LoaderSettings
+from headrace.data.batching import LoaderSettings
 from headrace.selftest.run import require_proof
 from headrace.store.checkpoint import checkpoint_bytes, load_checkpoint
 from headrace.store.identity import check_same_model

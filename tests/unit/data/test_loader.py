@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from headrace.batch import IGNORE_INDEX
+from headrace.data.batching import LoaderSettings
 from headrace.data.loader import (
-    LoaderSettings,
     RowSet,
     TrainLoader,
     collate,

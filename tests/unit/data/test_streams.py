@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headrace.data import streams as streams_module
-from headrace.data.loader import LoaderSettings
+from headrace.data.batching import LoaderSettings
 from headrace.data.packing import RowSettings
 from headrace.data.parts import plan_parts
 from headrace.data.sampler import LoaderState

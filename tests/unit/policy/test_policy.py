@@ -7,7 +7,7 @@ from transformers import Qwen3Config
 
 from headrace.engine import Engine, EngineConfig
 from headrace.errors import CapacityError
-from headrace.models.adapters import LoraSettings
+from headrace.models.lora import LoraSettings
 from headrace.models.spec import ModelSpec
 from headrace.policy.budget import Workload, step_budget
 from headrace.policy.search import choose

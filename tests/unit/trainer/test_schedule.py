@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.optimization import get_scheduler
 
-from headrace.data.loader import LoaderSettings
+from headrace.data.batching import LoaderSettings
 from headrace.errors import ConfigError
 from headrace.trainer.schedule import KINDS, Schedule, ScheduleSettings, resolve_warmup
 
