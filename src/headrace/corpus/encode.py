@@ -1,63 +1,44 @@
-"""Texts to token ids, several times faster than the tokenizer library on one core.
+"""Texts to token ids: the ways there are, and the check that they agree.
 
-Byte-level BPE never merges across the pieces its pre-tokenizer cuts, and every common
-pre-tokenizer cuts (a) before a space that a visible character follows and (b) after a single
-line feed between visible characters (a longer run is cut differently at a text's end). So a
-text is cut there first, and the ids of each piece are remembered: the same words come again
-and again. A piece that is met for the first time is cut on by the pre-tokenizer's own pattern
-where that can be had for printable ASCII, and the ids of its parts are remembered too:
-``(word`` and ``word,`` are new when ``word`` is not.
-
-:class:`ReferenceEncoder` is the library itself. :func:`make_encoder` gives the fast one only
-for tokenizers whose parts are known to cut there, and the fast one compares itself with the
-reference on the first texts of every unit: a difference ends its use, and is reported.
+:class:`ReferenceEncoder` is the tokenizer library itself. :func:`make_encoder` gives a fast way
+only for tokenizers whose parts are known to it: the compiled one, or, where that was not built
+or does not know the pattern, remembered pieces. The invariant: the ids are the library's. A fast
+way is compared with it on made-up texts when it is loaded and on the first texts of every unit;
+a difference ends its use, and is reported.
 """
 
 from __future__ import annotations
 
+import functools
 import json
-import re
-from typing import TYPE_CHECKING, Any, Protocol
+import logging
+import random
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+import pyarrow as pa
+
+from headrace.corpus.compiled import compiled_encoder
+from headrace.corpus.pieces import PieceEncoder, cuts_at_spaces, is_plain
+from headrace.corpus.tokens import Tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from numpy.typing import NDArray
     from tokenizers import Tokenizer
 
 ENCODER_VERSION = 1
 
+_LOGGER = logging.getLogger(__name__)
 _CHECKED_TEXTS = 24
-_CHECKED_CHARS = 60_000
-_REMEMBERED = 300_000
-_LONGEST = 64
-_LINE_STARTS = re.compile(r"(?<=[!-~]\n)(?=[!-~])")
-# Split patterns of published tokenizers (GPT-2, Llama 3, Qwen 2 and later, OLMo 2, DeepSeek …)
-# are told by what matters here: white space is only ever taken as one leading space of a
-# piece, or as a run of its own. These are the white-space parts they may hold.
-_SPACE_PARTS = (
-    r"\s+(?!\S)",
-    r"\s*[\r\n]+",
-    r"\s*[\r\n]",
-    r"[^\r\n\p{L}\p{N}]?",
-    r"[^\r\n\p{L}\p{N}]",
-    r"[^\s\p{L}\p{N}]",
-    r"[^\s\p{L}\p{N}\r\n]",
-    r"\s+",
-    r" ?",
-    r"[\r\n]*",
-    r"[\r\n/]*",
-)
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_CHECKED_CHARS = 24_000
+_MADE_UP_TEXTS = 200
 
 
 class Encoder(Protocol):
     """Token ids of texts, special tokens as the tokenizer's post-processor adds them."""
 
-    def encode(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
-        """Ids of each text, the end-of-sequence id last."""
+    def encode_column(self, texts: pa.LargeStringArray) -> Tokens:
+        """Ids of the texts of an Arrow column, each with the end-of-sequence id last."""
         ...
 
 
@@ -69,12 +50,12 @@ class ReferenceEncoder:
         self._tokenizer = tokenizer
         self._eos = eos_token_id
 
-    def encode(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
-        """Ids of each text, the end-of-sequence id last."""
-        return [
-            _ended(np.array(encoded.ids, dtype=np.int32), self._eos)
-            for encoded in self._tokenizer.encode_batch_fast(list(texts))
-        ]
+    def encode_column(self, texts: pa.LargeStringArray) -> Tokens:
+        """Ids of the texts of an Arrow column, each with the end-of-sequence id last."""
+        encoded = self._tokenizer.encode_batch_fast(texts.to_pylist())
+        return Tokens.joined(
+            [_ended(np.array(text.ids, dtype=np.int32), self._eos) for text in encoded]
+        )
 
 
 def _ended(ids: NDArray[np.int32], eos: int) -> NDArray[np.int32]:
@@ -83,214 +64,84 @@ def _ended(ids: NDArray[np.int32], eos: int) -> NDArray[np.int32]:
     return np.append(ids, np.int32(eos))
 
 
-class _Remembered(dict[str, bytes]):
-    """Ids of pieces as int32 bytes; pieces are looked up as ``prefix + key``.
+class CheckedEncoder:
+    """A fast way, and the library beside it on some texts."""
 
-    Two generations of at most ``_REMEMBERED`` pieces: what is used goes on into the next one.
-    """
-
-    def __init__(self, encode: Callable[[str], bytes], prefix: str = "") -> None:
-        super().__init__()
-        self._encode = encode
-        self._prefix = prefix
-        self._older: dict[str, bytes] = {}
-
-    def __missing__(self, piece: str) -> bytes:
-        ids = self._older.get(piece)
-        if ids is None:
-            ids = self._encode(self._prefix + piece)
-        if len(piece) <= _LONGEST:
-            if len(self) >= _REMEMBERED:
-                self._older = dict(self)
-                self.clear()
-            self[piece] = ids
-        return ids
-
-
-class _Words:
-    """Ids of one piece from those of the words that the pre-tokenizer cuts it into."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        parts = json.loads(tokenizer.to_str())
-        self._find = _word_expression(parts)
-        # Tokens that are found in a text before it is cut into words.
-        contents = [t["content"] for t in parts.get("added_tokens") or [] if not t.get("special")]
-        self._added = re.compile("|".join(map(re.escape, contents))) if contents else None
-        self._ids = _Remembered(self._library)
-
-    def _library(self, text: str) -> bytes:
-        encoded = self._tokenizer.encode(text, add_special_tokens=False)
-        return np.array(encoded.ids, dtype=np.int32).tobytes()
-
-    def encode(self, piece: str) -> bytes:
-        """Ids of a piece, as the library gives them."""
-        if self._find is None or not piece.isascii() or not piece.isprintable():
-            return self._library(piece)
-        words = self._find(piece)
-        if len(words) < 2 or "".join(words) != piece or (self._added and self._added.search(piece)):
-            return self._library(piece)
-        return b"".join(map(self._ids.__getitem__, words))
-
-
-class PieceEncoder:
-    """Cuts at safe places and joins remembered ids."""
-
-    def __init__(self, tokenizer: Tokenizer, eos_token_id: int) -> None:
-        """Remember nothing yet; the first texts are compared with the reference."""
-        self._reference = ReferenceEncoder(tokenizer, eos_token_id)
-        words = _Words(tokenizer)
-        self._first = _Remembered(words.encode)
-        self._spaced = _Remembered(words.encode, " ")
-        around = tokenizer.encode("", add_special_tokens=True).ids
-        self._before = np.array(around, dtype=np.int32).tobytes()
-        self._after = np.int32(eos_token_id).tobytes()
-        self._num_checked = 0
+    def __init__(self, fast: Encoder, reference: ReferenceEncoder) -> None:
+        """Compare the two on made-up texts."""
+        self.fast = fast
+        self._reference = reference
+        self._num_left = 0
         self.differs = False
-        """Whether the comparison failed, and the reference is used instead."""
+        """Whether a comparison failed, and the reference is used instead."""
+        self._compare(pa.array(made_up_texts(), pa.large_string()))
 
     def start_unit(self) -> None:
-        """Compare the coming texts with the reference again."""
-        self._num_checked = 0
+        """Compare the coming texts with the reference."""
+        self._num_left = _CHECKED_TEXTS
 
-    def encode(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
-        """Ids of each text, the end-of-sequence id last."""
-        if self.differs:
-            return self._reference.encode(texts)
-        ids = [self._one(text) for text in texts]
-        if self._num_checked < _CHECKED_TEXTS:
-            checked = [
-                index
-                for index, text in enumerate(texts[: _CHECKED_TEXTS - self._num_checked])
-                if len(text) <= _CHECKED_CHARS
-            ]
-            self._num_checked += min(len(texts), _CHECKED_TEXTS)
-            expected = self._reference.encode([texts[index] for index in checked])
-            if not all(
-                np.array_equal(ids[index], wanted)
-                for index, wanted in zip(checked, expected, strict=True)
-            ):
-                self.differs = True
-                return self._reference.encode(texts)
-        return ids
+    def encode_column(self, texts: pa.LargeStringArray) -> Tokens:
+        """Ids of the texts of an Arrow column, each with the end-of-sequence id last."""
+        if self._num_left > 0 and not self.differs:
+            first = texts.slice(0, self._num_left)
+            self._num_left -= len(first)
+            self._compare(_together_short(first))
+        return (self._reference if self.differs else self.fast).encode_column(texts)
 
-    def _one(self, text: str) -> NDArray[np.int32]:
-        out = [self._before]
-        spaced = self._spaced.__getitem__
-        for line in _LINE_STARTS.split(text):
-            pieces = line.split(" ")
-            if "" in pieces or not line.isascii() or _odd_space(line):
-                pieces = _joined(pieces)
-            out.append(self._first[pieces[0]])
-            out += map(spaced, pieces[1:])
-        out.append(self._after)
-        return np.frombuffer(b"".join(out), dtype=np.int32)
+    def _compare(self, texts: pa.LargeStringArray) -> None:
+        got, wanted = self.fast.encode_column(texts), self._reference.encode_column(texts)
+        if not (np.array_equal(got.ids, wanted.ids) and np.array_equal(got.counts, wanted.counts)):
+            self.differs = True
+            _LOGGER.warning(
+                "the fast encoder gave other tokens than the tokenizer library, which is used "
+                "instead: slower, with the same result"
+            )
 
 
-_ODD = re.compile(r" [\t\r\n\v\f\x1c-\x1f]")
+def _together_short(texts: pa.LargeStringArray) -> pa.LargeStringArray:
+    """Those of the texts that can be compared without costing much."""
+    rows, held = [], 0
+    for row, length in enumerate(pa.compute.binary_length(texts).to_pylist()):
+        if held + length <= _CHECKED_CHARS:
+            rows.append(row)
+            held += length
+    return texts.take(pa.array(rows, pa.int64()))
 
 
-def _odd_space(line: str) -> bool:
-    return _ODD.search(line) is not None
+_PARTS = (
+    "the", "The", "of", "wheat", "don't", "DON'T", "wheel's", "they'll", "I've", "'re", "1", "2017",
+    "1234567", "3.14", "a1b2", "_", "__init__", "(", ")", ");", ",", ".", "...", "--", "/", "//",
+    "http://", "\\n", "{}", "<|", "|>", "#", "$", "caf\u00e9", "K\u00f6ln", "na\u00efve", "\u2019s",
+    "\u201cquoted\u201d", "\u2014", "\u041c\u043e\u0441\u043a\u0432\u0430", "\u5c0f\u9ea6",
+    "\ud55c\uad6d", "\u3042", "\u0663", "\u00bd", "\u0939\u093f", "\u0e01\u0e34", "\U0001f600",
+    "e\u0301", "\ufb01", "\u017f", "x" * 70, "=" * 90, "\u5c0f" * 40,
+)  # fmt: skip
+_GAPS = (
+    "", "", " ", " ", " ", " ", "  ", "   ", "\n", "\n\n", " \n", "\n ", "\t", " \t", "\r\n", "\r",
+    "\u00a0", "\u3000", "\u2028", "\x1c", "\x0b", "\u200b", "\x00",
+)  # fmt: skip
 
 
-def _joined(pieces: list[str]) -> list[str]:
-    """Undo cuts that no visible ASCII character follows."""
-    result = [pieces[0]]
-    for piece in pieces[1:]:
-        if piece and "!" <= piece[0] <= "~":
-            result.append(piece)
-        else:
-            result[-1] += " " + piece
-    return result
+@functools.cache
+def made_up_texts() -> list[str]:
+    """Texts of what cutters and normalisers differ in; the same ones every time."""
+    draw = random.Random(0)  # noqa: S311 - a repeatable draw
+    texts = ["", " ", "\n", "a"]
+    for _ in range(_MADE_UP_TEXTS):
+        count = draw.randint(1, 24)
+        texts.append("".join(draw.choice(_PARTS) + draw.choice(_GAPS) for _ in range(count)))
+    return texts
 
 
-def make_encoder(tokenizer: Tokenizer, eos_token_id: int) -> ReferenceEncoder | PieceEncoder:
-    """The fast encoder where the tokenizer's parts allow it, else the reference."""
-    if _cuts_at_spaces(json.loads(tokenizer.to_str())):
-        return PieceEncoder(tokenizer, eos_token_id)
-    return ReferenceEncoder(tokenizer, eos_token_id)
-
-
-def _cuts_at_spaces(parts: dict[str, Any]) -> bool:
-    model = parts.get("model") or {}
-    if model.get("type") != "BPE" or model.get("dropout"):
-        return False
-    if (parts.get("normalizer") or {"type": "NFC"})["type"] != "NFC":
-        return False
-    for token in parts.get("added_tokens") or []:
-        if token.get("special"):
-            continue
-        if any(token.get(key) for key in ("lstrip", "rstrip", "single_word")):
-            return False
-        if re.search(r"\s", token["content"]) or token.get("normalized"):
-            return False
-    if not _only_adds_around(parts.get("post_processor")):
-        return False
-    steps = _steps(parts)
-    return bool(steps) and all(map(_step_cuts, steps)) and any(map(_step_splits, steps))
-
-
-def _steps(parts: dict[str, Any]) -> list[dict[str, Any]]:
-    pre = parts.get("pre_tokenizer") or {}
-    return pre.get("pretokenizers", []) if pre.get("type") == "Sequence" else [pre]
-
-
-def _word_expression(parts: dict[str, Any]) -> Callable[[str], list[str]] | None:
-    """What cuts printable ASCII as the pre-tokenizer does; ``None`` where that is not known."""
-    cutting = [step for step in _steps(parts) if step["type"] == "Digits" or _step_splits(step)]
-    if len(cutting) != 1 or cutting[0]["type"] == "Digits":
-        return None
-    pattern = _GPT2 if cutting[0]["type"] == "ByteLevel" else cutting[0]["pattern"]["Regex"]
-    # In ASCII these classes are ranges, inside a set of characters and outside of one.
-    pattern = re.sub(r"\[[^\]]*\]", lambda m: _ranges(m[0], "{}"), pattern)
-    pattern = _ranges(pattern, "[{}]")
-    try:
-        expression = re.compile(pattern)
-    except re.error:
-        return None
-    return None if r"\p" in pattern or expression.groups else expression.findall
-
-
-def _ranges(pattern: str, form: str) -> str:
-    letters, digits = form.format("A-Za-z"), form.format("0-9")
-    return pattern.replace(r"\p{L}", letters).replace(r"\p{N}", digits)
-
-
-def _only_adds_around(post: dict[str, Any] | None) -> bool:
-    if post is None or post.get("type") == "ByteLevel":
-        return True
-    if post.get("type") == "Sequence":
-        return all(map(_only_adds_around, post["processors"]))
-    if post.get("type") != "TemplateProcessing":
-        return False
-    # Tokens before the text only: what follows it is the end of sequence, added here.
-    single = post.get("single") or []
-    return bool(single) and "Sequence" in single[-1]
-
-
-def _step_cuts(step: dict[str, Any]) -> bool:
-    kind = step.get("type")
-    if kind == "ByteLevel":
-        return not step.get("add_prefix_space")
-    if kind == "Digits":
-        return True
-    return kind == "Split" and _is_known_split(step)
-
-
-def _step_splits(step: dict[str, Any]) -> bool:
-    if step.get("type") == "ByteLevel":
-        return bool(step.get("use_regex", True))
-    return step.get("type") == "Split" and _is_known_split(step)
-
-
-def _is_known_split(step: dict[str, Any]) -> bool:
-    pattern = (step.get("pattern") or {}).get("Regex")
-    if not pattern or step.get("behavior") != "Isolated" or step.get("invert"):
-        return False
-    if r"\s+(?!\S)" not in pattern or not pattern.rstrip(")").endswith(r"\s+"):
-        return False
-    rest = pattern
-    for part in _SPACE_PARTS:
-        rest = rest.replace(part, "")
-    return r"\s" not in rest and " " not in rest and r"\S" not in rest and "." not in rest
+def make_encoder(tokenizer: Tokenizer, eos_token_id: int) -> ReferenceEncoder | CheckedEncoder:
+    """A fast encoder where the tokenizer's parts allow it, else the reference."""
+    reference = ReferenceEncoder(tokenizer, eos_token_id)
+    parts = json.loads(tokenizer.to_str())
+    if not is_plain(parts):
+        return reference
+    fast: Encoder | None = compiled_encoder(
+        tokenizer, parts, eos_token_id, refused=reference.encode_column
+    )
+    if fast is None and cuts_at_spaces(parts):
+        fast = PieceEncoder(tokenizer, eos_token_id)
+    return reference if fast is None else CheckedEncoder(fast, reference)

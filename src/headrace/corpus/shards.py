@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from headrace.corpus.checks.mentions import BODY, CUED_YEAR, KINDS, SETTINGS
-from headrace.corpus.encode import PieceEncoder, make_encoder
+from headrace.corpus.encode import CheckedEncoder, make_encoder
 from headrace.corpus.files import is_whole, whole_folder
 from headrace.corpus.instants import DAY_US, from_microseconds, month_of
 from headrace.corpus.tokenizer import load_tokenizer
@@ -55,8 +55,9 @@ class TokenPass:
         """Write ``tokens.parquet`` and ``counts.bin`` (int64 a document row, 0 if not wanted)."""
         if is_whole(place):
             return
-        if isinstance(self._encoder, PieceEncoder):
-            self._encoder.start_unit()
+        checked = self._encoder if isinstance(self._encoder, CheckedEncoder) else None
+        if checked is not None:
+            checked.start_unit()
         counts = np.zeros(wanted_rows.size, dtype=np.int64)
         schema = pa.schema([TOKENS.field("input_ids")])
         with whole_folder(place) as folder:
@@ -65,21 +66,20 @@ class TokenPass:
             ) as writer:
                 for first, batch in row_groups(unit / "documents.parquet", ["text"]):
                     wanted = np.flatnonzero(wanted_rows[first : first + batch.num_rows])
-                    texts = batch.column(0).take(pa.array(wanted)).to_pylist()
-                    ids = self._encoder.encode(texts) if texts else []
+                    tokens = self._encoder.encode_column(batch.column(0).take(pa.array(wanted)))
                     lengths = np.zeros(batch.num_rows, dtype=np.int64)
-                    lengths[wanted] = [piece.size for piece in ids]
+                    lengths[wanted] = tokens.counts
                     counts[first : first + batch.num_rows] = lengths
-                    writer.write_table(pa.Table.from_arrays([_lists(ids, lengths)], schema=schema))
+                    lists = _lists(tokens.ids, lengths)
+                    writer.write_table(pa.Table.from_arrays([lists], schema=schema))
             counts.tofile(folder / "counts.bin")
-            fell_back = isinstance(self._encoder, PieceEncoder) and self._encoder.differs
+            fell_back = checked is not None and checked.differs
             (folder / "encoder.json").write_text(json.dumps({"fell_back": fell_back}))
 
 
-def _lists(ids: list[NDArray[np.int32]], lengths: NDArray[np.int64]) -> pa.Array:
+def _lists(ids: NDArray[np.int32], lengths: NDArray[np.int64]) -> pa.Array:
     offsets = np.concatenate([[0], np.cumsum(lengths)])
-    values = np.concatenate(ids) if ids else np.zeros(0, dtype=np.int32)
-    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values))
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(ids))
 
 
 def read_counts(place: Path) -> NDArray[np.int64]:
