@@ -77,7 +77,7 @@ PARITY = Case(name="parity", kind="parity", seconds=60)
 CEILINGS = Case(name="ceilings", kind="ceilings", seconds=25)
 HOST_UPDATE = Case(name="host-update", kind="host-update", seconds=40)
 
-AGREEMENT = Case(name="loss200", kind="agreement", seconds=120, limit=400)
+AGREEMENT = Case(name="loss200", kind="agreement", seconds=100, limit=400)
 START = Case(name="start", kind="start", arguments={"model": "8b"}, seconds=200, limit=500)
 
 PACKED = headrace("8b", 32 * K, name="packed-8b-32k", seconds=70, mean_document=1024)
