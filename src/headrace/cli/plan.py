@@ -13,8 +13,8 @@ from headrace.errors import EXIT_WILL_NOT_FIT, ConfigError
 if TYPE_CHECKING:
     from headrace.plan.job import Job
     from headrace.plan.machine import Machine
-
-_REPLACED = ("deepspeed", "fsdp", "fsdp_config", "fsdp_version", "fsdp_final_state_dict_type")
+    from headrace.plan.source import ModelSource
+    from headrace.trainer.config import TrainConfig
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -29,6 +29,10 @@ def plan(
             "LLaMA-Factory keys).",
             show_default=False,
         ),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="key=value pairs that replace keys of the file.", show_default=False),
     ] = None,
     model: Annotated[
         str | None,
@@ -77,6 +81,9 @@ def plan(
     ] = None,
     tokens: Annotated[str | None, typer.Option(help="Tokens to train on, such as 1B.")] = None,
     price: Annotated[float | None, typer.Option(min=0, help="Of one card and hour.")] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Every kind of bytes, lane and formula.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     list_models: Annotated[
         bool, typer.Option("--list-models", help="List the shipped configurations.")
@@ -90,34 +97,17 @@ def plan(
     Says whether it fits, and the smallest change that makes it fit; what FSDP would need on the
     same cards. Exits with 3 when it will not fit.
     """
+    from headrace.plan.job import Job
     from headrace.plan.predict import predict
-    from headrace.plan.render import render
-    from headrace.plan.source import find_model, inline_model
-    from headrace.plan.vocabulary import with_vocabulary
+    from headrace.plan.render import details, summary
+    from headrace.plan.source import find_model
 
     if list_models or list_gpus:
         _list(models=list_models, gpus=list_gpus)
         return
-    settings: dict[str, Any] = {}
-    if config is not None:
-        from headrace.trainer.aliases import translate
-        from headrace.trainer.config_file import read_yaml
-
-        given = read_yaml(config)
-        # What a plan does without; headrace train wants these emptied.
-        replaced = [key for key in _REPLACED if given.pop(key, None)]
-        settings, notes = translate(given)
-        notes += [f"{key} -> not looked at (headrace replaces it)" for key in replaced]
-        for note in notes:
-            typer.echo(f"{config}: {note}", err=True)
-    named = model or settings.get("model_name_or_path") or settings.get("model_config")
-    if not isinstance(named, (str, dict)):
-        raise ConfigError(
-            "no model is named",
-            remedy="give --model NAME_OR_FOLDER, or a YAML with model_name_or_path; "
-            "'headrace plan --list-models' shows what is shipped",
-        )
+    checked = None if config is None else _checked(config, overrides or [], model)
     machine = _machine(
+        on_cpu=gpu is None and checked is not None and checked.device == "cpu",
         gpu=gpu,
         gpus=gpus,
         host_memory=host_memory,
@@ -125,33 +115,34 @@ def plan(
         cores=cores,
         update_rate=update_rate,
     )
-    job = _job(
-        settings,
-        machine.num_gpus,
-        max_length=max_length,
-        micro_batch=micro_batch,
-        tokens_per_step=tokens_per_step,
-        accumulation=accumulation,
-        activations=activations,
-        moments=moments,
-        clipping=clipping,
-        tokens=tokens,
-        price=price,
-    )
-    if isinstance(named, str):
-        source = find_model(named)
+    options = {
+        "max_length": max_length,
+        "micro_batch": micro_batch,
+        "tokens_per_step": tokens_per_step,
+        "accumulation": accumulation,
+        "activations": activations,
+        "moments": moments,
+        "clipping": clipping,
+        "num_tokens": tokens,
+        "price": price,
+    }
+    if checked is not None:
+        source, job, notes = _of_file(str(config), checked, machine, options)
+    elif model is not None:
+        source, job, notes = find_model(model), _changed(Job(), options), []
     else:
-        sized, said = with_vocabulary(named, settings.get("tokenizer_name_or_path"))
-        if said is not None:
-            typer.echo(f"{config}: {said}", err=True)
-        source = inline_model(str(config), sized)
-    result = predict(source, job, machine)
+        raise ConfigError(
+            "no model is named",
+            remedy="give --model NAME_OR_FOLDER, or a YAML with model_name_or_path; "
+            "'headrace plan --list-models' shows what is shipped",
+        )
+    result = predict(source, job, machine, notes=notes)
     if json:
         from json import dumps
 
         typer.echo(dumps(result.to_dict(), indent=2, ensure_ascii=False))
     else:
-        typer.echo(render(result))
+        typer.echo(details(result) if verbose else summary(result))
     if not result.fits:
         raise typer.Exit(EXIT_WILL_NOT_FIT)
 
@@ -172,6 +163,7 @@ def _list(*, models: bool, gpus: bool) -> None:
 
 def _machine(
     *,
+    on_cpu: bool,
     gpu: str | None,
     gpus: int | None,
     host_memory: str | None,
@@ -192,7 +184,7 @@ def _machine(
             here = read_host_memory()
             limit = here.override or here.cgroup_limit or here.total
             memory = Rate(value=float(limit), origin="detected")
-        found = detect_machine(update_gparams=update_rate, host_bytes=memory)
+        found = detect_machine(update_gparams=update_rate, host_bytes=memory, on_cpu=on_cpu)
         if gpus is not None:
             if found.is_cpu:
                 raise ConfigError(
@@ -211,11 +203,43 @@ def _machine(
     )
 
 
-def _job(settings: dict[str, Any], num_gpus: int, **options: Any) -> Job:
-    """The job of a YAML's settings, options of the command line first."""
+def _checked(path: Path, overrides: list[str], model: str | None) -> TrainConfig:
+    from headrace.trainer.planning import resolve_for_plan
+
+    config, said = resolve_for_plan(path, overrides, model)
+    for note in said:
+        typer.echo(f"{path}: {note}", err=True)
+    return config
+
+
+def _of_file(
+    path: str, config: TrainConfig, machine: Machine, options: dict[str, Any]
+) -> tuple[ModelSource, Job, list[str]]:
+    """Model and job of a training file, options of the command line first."""
+    from headrace.plan.source import find_model, inline_model
+    from headrace.plan.vocabulary import with_vocabulary
+    from headrace.trainer.planning import plan_job, run_length
+
+    named = config.model_name_or_path or config.scratch_config
+    if isinstance(named, dict):
+        sized, about = with_vocabulary(named, config.tokenizer_name_or_path)
+        if about is not None:
+            typer.echo(f"{path}: {about}", err=True)
+        source = inline_model(path, sized)
+    else:
+        assert named is not None
+        source = find_model(named)
+    job = plan_job(config, source, num_gpus=machine.num_gpus, cpu=machine.is_cpu)
+    job = _changed(job, options)
+    num_tokens, kept, notes = run_length(config, job.tokens_per_step, job.num_tokens)
+    return source, replace(job, num_tokens=num_tokens, num_checkpoints=kept), notes
+
+
+def _changed(job: Job, options: dict[str, Any]) -> Job:
+    """A job with what the command line says."""
     from typing import get_args
 
-    from headrace.plan.job import Activations, Clipping, Job, Moments
+    from headrace.plan.job import Activations, Clipping, Moments
     from headrace.units import parse_count
 
     kinds = {"activations": Activations, "moments": Moments, "clipping": Clipping}
@@ -224,60 +248,7 @@ def _job(settings: dict[str, Any], num_gpus: int, **options: Any) -> Job:
             raise ConfigError(
                 f"--{name} is {options[name]!r}", remedy=f"one of: {', '.join(get_args(kind))}"
             )
-    values: dict[str, Any] = {}
-    if settings:
-        values = _sizes(settings, num_gpus)
-    renamed = {"tokens": "num_tokens"}
-    for name, value in options.items():
-        if value is not None:
-            counted = parse_count(value) if name in {"tokens", "tokens_per_step"} else value
-            values[renamed.get(name, name)] = counted
-    return Job(**{name: value for name, value in values.items() if value is not None})
-
-
-def _sizes(settings: dict[str, Any], num_gpus: int) -> dict[str, Any]:
-    """The parts of a job that a YAML says, with the trainer's own defaults where it is silent."""
-    rows = _number(settings, "per_device_train_batch_size", 8)
-    steps = _number(settings, "gradient_accumulation_steps", 1)
-    length = _number(settings, "max_length", 1024, least=2)
-    engine = settings.get("engine") or {}
-    if not isinstance(engine, dict):
-        raise ConfigError(f"engine is {engine!r}", remedy="write engine: {key: value}")
-    clips = settings.get("max_grad_norm", 1.0) not in (None, 0, 0.0)
-    micro_batches = rows * steps * length * num_gpus
-    values: dict[str, Any] = {
-        "max_length": length,
-        "micro_batch": rows,
-        "tokens_per_step": micro_batches,
-        "accumulation": steps,
-        "dtype": settings.get("dtype", "bfloat16"),
-        "clipping": engine.get("clipping") if clips else "off",
-        "num_checkpoints": _number(settings, "save_total_limit", 1),
-        "activations": engine.get("activations"),
-        "async_save": bool(settings.get("async_save", True)),
-    }
-    if engine.get("micro_batches_per_wave") is not None:
-        a_wave = _number(engine, "micro_batches_per_wave", 1)
-        values["waves"] = max(1, -(-steps // a_wave))
-    for key in ("weight_slots", "gradient_slots", "loss_chunk_tokens"):
-        if engine.get(key) is not None:
-            values[key] = _number(engine, key, 1)
-    if settings.get("adapter") == "lora":
-        values["lora_rank"] = _number(settings, "lora_r", 8)
-    if settings.get("max_steps") not in (None, -1):
-        values["num_tokens"] = _number(settings, "max_steps", 1) * micro_batches
-    return values
-
-
-def _number(settings: dict[str, Any], key: str, default: int, *, least: int = 1) -> int:
-    """A whole number of a YAML; text that is one counts, as it does for ``headrace train``."""
-    value = settings.get(key)
-    if value is None:
-        return default
-    try:
-        number = None if isinstance(value, bool) else int(value)
-    except (TypeError, ValueError, OverflowError):
-        number = None
-    if number is None or number < least or (isinstance(value, float) and value != number):
-        raise ConfigError(f"{key} is {value!r}", remedy=f"a whole number, {least} or more")
-    return number
+    given = {name: value for name, value in options.items() if value is not None}
+    for name in given.keys() & {"num_tokens", "tokens_per_step"}:
+        given[name] = parse_count(given[name])
+    return replace(job, **given)

@@ -15,10 +15,9 @@ from headrace.plan.memory import (
     DEVICE_RUNTIME_BYTES,
     KEPT_FACTOR,
     Item,
-    largest_trained,
-    num_trained,
     usable_device,
 )
+from headrace.plan.parts import trained_part
 from headrace.plan.speed import compute_seconds
 
 if TYPE_CHECKING:
@@ -145,8 +144,8 @@ def per_card_gigabytes(num_parameters: int, num_gpus: int) -> dict[str, float]:
 
 
 def _items(model: Architecture, job: Job, cards: int, activations: Activations) -> list[Item]:
-    trained, tokens = num_trained(model, job), job.micro_batch_tokens
-    weights = model.num_parameters + (0 if job.lora_rank is None else trained)
+    part, tokens = trained_part(model, job), job.micro_batch_tokens
+    trained, weights = part.total, model.num_parameters + part.added
     kept = [round(2 * x.kept_elements * KEPT_FACTOR) for x in model.layers]
     held = sum(kept) if activations == "keep" else max(kept)
     inputs = 2 * model.hidden_size * (len(model.layers) + 2)
@@ -162,7 +161,7 @@ def _items(model: Architecture, job: Job, cards: int, activations: Activations) 
         ),
         Item(
             kind="gathered layers",
-            num_bytes=2 * (2 * model.largest_layer + largest_trained(model, job)),
+            num_bytes=2 * (2 * model.largest_layer + part.largest_layer),
             formula="bf16: the layer at work, the next one, a gradient to be scattered",
         ),
         Item(
@@ -191,7 +190,8 @@ def plan_fsdp(model: Architecture, job: Job, machine: Machine) -> FsdpNeed:
     if job.activations == "recompute" or _total(items) > limit:
         activations = "recompute"
         items = _items(model, job, cards, activations)
-    trained = num_trained(model, job)
+    part = trained_part(model, job)
+    trained = part.total
     unsharded = 2 * trained
     sharded = _total(items)
     least = next(
@@ -201,8 +201,8 @@ def plan_fsdp(model: Architecture, job: Job, machine: Machine) -> FsdpNeed:
         model, job.max_length, job.micro_batch_tokens, machine.matmul_tflops.value
     )
     # Shares of forward and backward: a third each for the forward, for gradients of inputs and for
-    # those of weights, which a model that stays as it is does not have.
-    thirds = (3 if job.lora_rank is None else 2) + (activations == "recompute")
+    # those of weights, which parameters that stay as they are do not have.
+    thirds = 2 + part.own / model.num_parameters + (activations == "recompute")
     seconds *= thirds / 3
     # A micro-batch gathers all weights twice and scatters one gradient, hidden behind compute
     # at best.

@@ -9,7 +9,7 @@ from typing import Literal
 from headrace.errors import ConfigError
 
 Moments = Literal["float32", "bfloat16", "8bit"]
-Activations = Literal["keep", "recompute"]
+Activations = Literal["keep", "offload", "recompute"]
 Dtype = Literal["bfloat16", "float32"]
 Clipping = Literal["auto", "deferred", "optimistic", "off"]
 
@@ -35,6 +35,30 @@ THIS_VERSION = Features(moments=("float32",), state_on_device=True, max_gpus=1, 
 
 
 @dataclass(frozen=True, kw_only=True)
+class Trained:
+    """Which parameters have gradients and optimizer state.
+
+    Attributes:
+        total: all of them.
+        added: those of them that are adapters, which the model has not.
+        largest_layer: the most of a decoder layer.
+        embedding: of the embedding.
+        head: of the head.
+    """
+
+    total: int
+    added: int
+    largest_layer: int
+    embedding: int
+    head: int
+
+    @property
+    def own(self) -> int:
+        """Trained parameters of the model itself."""
+        return self.total - self.added
+
+
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """A training job, in tokens and bytes.
 
@@ -47,7 +71,13 @@ class Job:
         clipping: how the global norm is clipped: ``"deferred"`` updates when it is known,
             ``"optimistic"`` as gradients land, to be corrected; ``"auto"`` is the faster of both
             (deferred on a CPU); ``"off"`` does not clip.
-        activations: kept or recomputed; None lets the plan choose.
+        activations: what layers leave for backward; None lets the plan choose.
+        recompute_layers: with activations kept or offloaded, how many recompute all the same.
+        offload_layers: with activations kept, how many of the others offload to the host.
+        device_units: units, from the embedding on, whose weights and state lie on the device; None
+            puts there what the host has no room for.
+        gradient_bytes: of an element that returns to the host; None is the model's width.
+        compiled: layers are compiled, and keep less.
         waves: passes over the layers a step; None lets the plan choose.
         accumulation: ``gradient_accumulation_steps`` of an FSDP run of the same batch.
         num_checkpoints: complete checkpoints kept on disk.
@@ -57,8 +87,10 @@ class Job:
         gradient_slots: gradient buffers of a layer on the device.
         loss_chunk_tokens: tokens whose logits exist at a time.
         async_save: checkpoints are written while training goes on.
+        save_bytes: host memory that saves may take; None is the state of the largest unit.
         lora_rank: train adapters of this rank on every linear layer, and the model not; None
             trains the model.
+        trained: which parameters are trained, where that is neither all nor those of lora_rank.
     """
 
     max_length: int = 4096
@@ -68,6 +100,11 @@ class Job:
     moments: Moments = "float32"
     clipping: Clipping = "auto"
     activations: Activations | None = None
+    recompute_layers: int = 0
+    offload_layers: int = 0
+    device_units: int | None = None
+    gradient_bytes: int | None = None
+    compiled: bool = True
     waves: int | None = None
     accumulation: int = 1
     num_checkpoints: int = 1
@@ -77,7 +114,9 @@ class Job:
     gradient_slots: int = 2
     loss_chunk_tokens: int = 1024
     async_save: bool = True
+    save_bytes: int | None = None
     lora_rank: int | None = None
+    trained: Trained | None = None
 
     def __post_init__(self) -> None:
         """Refuse sizes that are not positive."""
@@ -86,6 +125,11 @@ class Job:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.price is not None and self.price < 0:
             raise ConfigError(f"the price is {self.price}; it must not be negative")
+
+    @property
+    def trains_all(self) -> bool:
+        """Whether every parameter of the model is trained, and nothing besides."""
+        return self.lora_rank is None and self.trained is None
 
     @property
     def micro_batch_tokens(self) -> int:

@@ -221,19 +221,22 @@ def _nvidia_cards() -> list[tuple[str, int]]:
     return cards
 
 
-def detect_machine(*, host_bytes: Rate, update_gparams: float | None = None) -> Machine:
+def detect_machine(
+    *, host_bytes: Rate, update_gparams: float | None = None, on_cpu: bool = False
+) -> Machine:
     """This machine: its NVIDIA cards if the driver lists any, disk and cores.
 
     Args:
         host_bytes: memory that a process may use; the caller knows the container's limits.
         update_gparams: host update rate, 10^9 parameters a second, if it was measured.
+        on_cpu: its cards are not to be used.
 
     Raises:
         ConfigError: there is a card, but not in the table of rates.
     """
     cores = len(os.sched_getaffinity(0))
     disk = Rate(value=float(shutil.disk_usage(Path.cwd()).free), origin="detected")
-    cards = _nvidia_cards()
+    cards = [] if on_cpu else _nvidia_cards()
     if not cards:
         return describe_cpu(
             host_bytes=host_bytes, disk_bytes=disk, cores=cores, update_gparams=update_gparams

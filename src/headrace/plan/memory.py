@@ -10,6 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from headrace.plan.parts import (
+    layer_modes,
+    offloaded_bytes,
+    resident_parameters,
+    share,
+    trained_part,
+)
 from headrace.units import GIB, MIB
 
 if TYPE_CHECKING:
@@ -29,6 +36,8 @@ DEVICE_RUNTIME_BYTES = 3 * GIB // 2
 DEVICE_SLACK = 0.04
 HOST_RUNTIME_BYTES = 3 * GIB
 CPU_RUNTIME_BYTES = 1 * GIB
+# Micro-batches of an offloading layer that are on the device: two on their way, one being made.
+_IN_FLIGHT = 3
 # Of the host's memory the system, the page cache and data workers need a share.
 HOST_SLACK = 0.06
 
@@ -82,20 +91,6 @@ def state_bytes(num_parameters: int, moments: Moments = "float32") -> int:
     return round(num_parameters * (4 + MOMENT_BYTES[moments]))
 
 
-def num_trained(model: Architecture, job: Job) -> int:
-    """Parameters that have gradients and optimizer state."""
-    if job.lora_rank is None:
-        return model.num_parameters
-    return model.num_adapter_parameters(job.lora_rank)
-
-
-def largest_trained(model: Architecture, job: Job) -> int:
-    """Trained parameters of the largest layer."""
-    if job.lora_rank is None:
-        return model.largest_layer
-    return job.lora_rank * max(x.adapted_width for x in model.layers)
-
-
 def usable_device(machine: Machine) -> int:
     """Bytes of a card that a plan may fill."""
     if machine.is_cpu:
@@ -110,31 +105,54 @@ def usable_host(machine: Machine) -> int | None:
     return int(machine.host_bytes.value * (1 - HOST_SLACK))
 
 
-def _host_items(model: Architecture, job: Job, *, cpu: bool) -> list[Item]:
-    count = num_trained(model, job)
-    gradient = 4 if job.dtype == "float32" else 2
+def _host_items(model: Architecture, job: Job, *, offloaded: int, cpu: bool) -> list[Item]:
+    trained = trained_part(model, job)
+    resident = resident_parameters(model, job)
+    # Units on the device have their share of what is trained there.
+    count = trained.total - share(trained.total, resident, model)
+    gradient = job.gradient_bytes or (4 if job.dtype == "float32" else 2)
     moment = MOMENT_BYTES[job.moments]
     master = "fp32" if job.dtype == "float32" else "bf16 plane + 16-bit remainder"
     runtime = CPU_RUNTIME_BYTES if cpu else HOST_RUNTIME_BYTES
+    width = 4 if job.dtype == "float32" else 2
     frozen = []
-    if job.lora_rank is not None:
-        width, whole = 4 if job.dtype == "float32" else 2, model.num_parameters
+    untouched = model.num_parameters - trained.own
+    if untouched:
+        untouched -= share(untouched, resident, model)
         frozen.append(
             Item(
                 kind="frozen weights",
-                num_bytes=width * whole,
-                formula=f"{width} x {whole:,} (no remainder, no moments)",
+                num_bytes=width * untouched,
+                formula=f"{width} x {untouched:,} (no remainder, no moments)",
             )
         )
     saves = []
     if job.async_save:
-        # A unit that is updated before it was written is copied; adapters save as they are.
-        largest = max(largest_trained(model, job), model.num_embedding if not frozen else 0)
+        # A unit that is updated before it was written is copied.
+        whole = [model.num_embedding, model.largest_layer, model.num_head]
+        parts = [trained.embedding, trained.largest_layer, trained.head]
+        if job.trains_all:
+            largest = max(whole)
+            size, formula = state_bytes(largest, job.moments), f"{4 + moment:g} x {largest:,}"
+        else:
+            size = max(
+                state_bytes(part, job.moments) + width * max(0, unit - part)
+                for unit, part in zip(whole, parts, strict=True)
+            )
+            formula = f"{4 + moment:g} a trained and {width} a frozen parameter"
+        if job.save_bytes is not None:
+            size, formula = job.save_bytes, "async_save_memory"
+        saves.append(
+            Item(kind="saves", num_bytes=size, formula=f"{formula}: the state of the largest unit")
+            if job.save_bytes is None
+            else Item(kind="saves", num_bytes=size, formula=formula)
+        )
+    if offloaded:
         saves.append(
             Item(
-                kind="saves",
-                num_bytes=state_bytes(largest, job.moments),
-                formula=f"{4 + moment:g} x {largest:,}: the state of the largest unit",
+                kind="offloaded activations",
+                num_bytes=offloaded,
+                formula="what the layers of a wave that offload leave for backward",
             )
         )
     return [
@@ -167,25 +185,44 @@ def _device_items(
 ) -> list[Item]:
     width = 4 if cpu or job.dtype == "float32" else 2
     layer, ends = model.largest_layer, model.num_embedding + model.num_head
-    trained_ends = ends if job.lora_rank is None else 0
+    trained = trained_part(model, job)
+    trained_ends = trained.embedding + trained.head
+    resident = job.device_units or 0
+    in_slots = [x.num_parameters for i, x in enumerate(model.layers, 1) if i >= resident]
+    slots = min(job.weight_slots, len(in_slots) + 1) if in_slots else 0
+    sent_ends = (0 if resident else model.num_embedding) + (
+        model.num_head if resident < len(model.layers) + 2 else 0
+    )
     micro_batches = job.num_micro_batches(num_gpus)
     tokens = -(-micro_batches // waves) * job.micro_batch_tokens
     # The engine compiles layers on CUDA only.
-    factor = EAGER_KEPT_FACTOR if cpu else 1.0 if features.selective_keep else KEPT_FACTOR
-    at_work = EAGER_KEPT_FACTOR if cpu else KEPT_FACTOR
-    kept = [round(x.kept_elements * width * factor) for x in model.layers]
+    eager = cpu or not job.compiled
+    factor = EAGER_KEPT_FACTOR if eager else 1.0 if features.selective_keep else KEPT_FACTOR
+    at_work = EAGER_KEPT_FACTOR if eager else KEPT_FACTOR
+    modes = layer_modes(model, job, activations)
+    kept = [
+        round(x.kept_elements * width * factor)
+        for x, mode in zip(model.layers, modes, strict=True)
+        if mode == "keep"
+    ]
+    leaving = max(
+        (x.kept_elements for x, mode in zip(model.layers, modes, strict=True) if mode == "offload"),
+        default=0,
+    )
     working = [round(x.kept_elements * width * at_work) for x in model.layers]
     items = [
         Item(
             kind="weight slots",
-            num_bytes=width * (job.weight_slots * layer + ends),
-            formula=f"{width} x ({job.weight_slots} layers of {layer:,} + both ends {ends:,})",
+            num_bytes=width * (slots * max(in_slots, default=0) + sent_ends),
+            formula=f"{width} x ({slots} layers of {layer:,} + both ends {ends:,})"
+            if not resident
+            else f"{width} x ({slots} layers and ends that are not on the device)",
         ),
         Item(
             kind="gradients",
-            num_bytes=4 * (trained_ends + job.gradient_slots * largest_trained(model, job))
+            num_bytes=4 * (trained_ends + job.gradient_slots * trained.largest_layer)
             if waves == 1
-            else 4 * num_trained(model, job),
+            else 4 * trained.total,
             formula=f"fp32: 4 x ({job.gradient_slots} layers + both ends)"
             if waves == 1
             else f"fp32 accumulators of all units over {waves} waves: 4 x what is trained",
@@ -196,7 +233,7 @@ def _device_items(
             formula=f"{width} x {tokens:,} tokens x {model.hidden_size} x layers and ends",
         ),
     ]
-    if activations == "keep":
+    if kept:
         items.append(
             Item(
                 kind="kept activations",
@@ -204,7 +241,30 @@ def _device_items(
                 formula=f"{tokens:,} tokens x {sum(kept):,} bytes over all layers",
             )
         )
-    work = job.micro_batch_tokens * max(working) + width * largest_trained(model, job)
+    if leaving:
+        items.append(
+            Item(
+                kind="activations on their way",
+                num_bytes=width * job.micro_batch_tokens * _IN_FLIGHT * leaving,
+                formula=f"{_IN_FLIGHT} micro-batches of a layer that offloads",
+            )
+        )
+    if resident:
+        there = resident_parameters(model, job)
+        part = share(trained.total, there, model)
+        returned = job.gradient_bytes or width
+        items.append(
+            Item(
+                kind="state on the device",
+                num_bytes=state_bytes(part, job.moments)
+                + width * max(0, there - part)
+                + (returned * part if waves == 1 else 0),
+                formula=f"{there:,} parameters of {resident} units, and their gradients",
+            )
+        )
+    head_trained = trained.head or (trained.embedding and model.tied)
+    logits = min(job.loss_chunk_tokens, job.micro_batch_tokens) * model.vocab_size
+    work = job.micro_batch_tokens * max(working) + width * trained.largest_layer
     items += [
         Item(
             kind="layer at work",
@@ -213,10 +273,7 @@ def _device_items(
         ),
         Item(
             kind="loss",
-            num_bytes=min(job.loss_chunk_tokens, job.micro_batch_tokens)
-            * model.vocab_size
-            * (8 + width)
-            + (4 * model.num_embedding if job.lora_rank is None else 0),
+            num_bytes=logits * (8 + width) + (4 * model.num_embedding if head_trained else 0),
             formula="logits of one chunk, and the head's raw gradient",
         ),
     ]
@@ -232,7 +289,10 @@ def _device_items(
 
 
 def _disk_items(model: Architecture, job: Job) -> list[Item]:
-    one = state_bytes(num_trained(model, job), job.moments)
+    trained = trained_part(model, job)
+    one = state_bytes(trained.total, job.moments)
+    if not trained.added:  # a run with adapters saves those alone
+        one += (4 if job.dtype == "float32" else 2) * (model.num_parameters - trained.total)
     return [
         Item(
             kind="checkpoints",
@@ -257,7 +317,10 @@ def footprint(
     Optimizer state moves to spare device memory only where ``features`` allow it and the host
     alone does not hold it.
     """
-    host = _host_items(model, job, cpu=machine.is_cpu)
+    offloaded = offloaded_bytes(
+        model, job, machine.num_gpus, activations=activations, waves=waves, cpu=machine.is_cpu
+    )
+    host = _host_items(model, job, offloaded=offloaded, cpu=machine.is_cpu)
     device = _device_items(
         model,
         job,
@@ -269,12 +332,12 @@ def footprint(
     )
     spilled = 0
     limit = usable_host(machine)
-    if features.state_on_device and limit is not None and not machine.is_cpu:
+    free = job.device_units is None
+    if features.state_on_device and free and limit is not None and not machine.is_cpu:
         short = sum(item.num_bytes for item in host) - limit
         if short > 0:
             # State moves with the gradients that belong to it; 64 MiB steps, as chunks do.
-            share = -(-short // machine.num_gpus)
-            spilled_a_card = -(-share // (64 * MIB)) * 64 * MIB
+            spilled_a_card = -(-short // (machine.num_gpus * 64 * MIB)) * 64 * MIB
             spilled = spilled_a_card * machine.num_gpus
             host.append(
                 Item(kind="moved to cards", num_bytes=-spilled, formula="state on the device")

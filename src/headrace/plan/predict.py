@@ -19,18 +19,19 @@ from headrace.plan.fsdp import (
     plan_fsdp,
 )
 from headrace.plan.job import THIS_VERSION, Features
-from headrace.plan.memory import num_trained, usable_device, usable_host
+from headrace.plan.memory import usable_device, usable_host
+from headrace.plan.parts import trained_part
 from headrace.plan.records import all_records, size_in_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from headrace.plan.job import Job
     from headrace.plan.machine import Machine, Rate
     from headrace.plan.memory import Item
     from headrace.plan.source import ModelSource
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +145,9 @@ class Prediction:
             "min_gpus": need.min_gpus,
             "tokens_per_second_at_most": need.tokens_per_second,
             "trap": f"gradient_accumulation_steps above 1: {NO_SYNC_QUOTE}",
-            "optimizers": optimizer_notes(num_trained(self.model, self.job), self.machine.num_gpus),
+            "optimizers": optimizer_notes(
+                trained_part(self.model, self.job).total, self.machine.num_gpus
+            ),
         }
 
 
@@ -237,7 +240,12 @@ def _largest_that_fit(
 
 
 def predict(
-    source: ModelSource, job: Job, machine: Machine, features: Features = THIS_VERSION
+    source: ModelSource,
+    job: Job,
+    machine: Machine,
+    features: Features = THIS_VERSION,
+    *,
+    notes: Sequence[str] = (),
 ) -> Prediction:
     """Everything about one job on one machine.
 
@@ -246,14 +254,15 @@ def predict(
         job: what to run.
         machine: on what.
         features: what the engine can do.
+        notes: what is known of the job beside its numbers.
 
     Raises:
         ConfigError: the configuration is of an unknown family or incomplete.
     """
     model = read_architecture(source.config)
-    notes: list[str] = []
+    said = list(notes)
     if model.max_positions is not None and job.max_length > model.max_positions:
-        notes.append(
+        said.append(
             f"max_length {job.max_length} is more than the model's {model.max_positions} positions"
         )
     if job.moments not in features.moments:
@@ -272,5 +281,5 @@ def predict(
         changes=tuple(changes),
         alternatives=() if choice.fits else _largest_that_fit(model, job, machine, planned),
         fsdp=None if machine.is_cpu else plan_fsdp(model, job, machine),
-        notes=(*notes, *_notes(job, machine, features, choice)),
+        notes=(*said, *_notes(job, machine, features, choice)),
     )

@@ -1,4 +1,7 @@
-"""A prediction as text for a terminal: the answer first, then bytes, speed, money, FSDP."""
+"""A prediction as text for a terminal: what decides first, every figure's formula on request.
+
+:func:`summary` fits on a screen; :func:`details` holds all that ``--json`` does.
+"""
 
 from __future__ import annotations
 
@@ -58,13 +61,7 @@ def _speed(plan: Prediction) -> list[str]:
         lanes = ", ".join(f"{lane} {seconds:.2f}" for lane, seconds in phase.items())
         lines.append(f"  {name:<9} seconds a lane: {lanes}")
     lines.append(f"  {'ramp':<9} {speed.ramp_seconds:.2f} s")
-    lines.append(_rates(plan))
-    if plan.hours is not None and plan.job.num_tokens is not None:
-        line = f"{format_count(plan.job.num_tokens)} tokens take {plan.hours:,.1f} hours"
-        if plan.cost is not None and plan.job.price is not None:
-            line += f" and cost {plan.cost:,.2f} at {plan.job.price:g} a card and hour"
-        lines.append(line)
-    return lines
+    return [*lines, _rates(plan), *_price(plan)]
 
 
 def _rates(plan: Prediction) -> str:
@@ -110,7 +107,7 @@ def _fsdp(plan: Prediction) -> list[str]:
 
 def _by_name(plan: Prediction) -> list[str]:
     size = size_in_name(plan.source.name)
-    if size is None or plan.job.lora_rank is not None:
+    if size is None or not plan.job.trains_all:
         return []
     cards = plan.machine.num_gpus
     gb = per_card_gigabytes(size, cards)
@@ -125,8 +122,79 @@ def _by_name(plan: Prediction) -> list[str]:
     ]
 
 
-def render(plan: Prediction) -> str:
-    """The prediction as lines of text, no colour."""
+_NAMED = 3  # kinds of bytes that a line of the summary names
+
+
+def _line(title: str, items: Iterable[Item], total: int, limit: int | None) -> str:
+    """One memory: the total, what there is, and the kinds that weigh most."""
+    room = "limit not given" if limit is None else f"of {format_bytes(limit)}"
+    largest = sorted(items, key=lambda item: -item.num_bytes)[:_NAMED]
+    named = ", ".join(f"{item.kind} {format_bytes(item.num_bytes)}" for item in largest)
+    return f"  {title:<10} {format_bytes(total):>10} {room:<15}  {named}"
+
+
+def _fsdp_line(plan: Prediction) -> list[str]:
+    need = plan.fsdp
+    if need is None:
+        return []
+    cards = plan.machine.num_gpus
+    fits = "fits" if need.fits else "does not fit"
+    trap = "fits too" if need.fits_accumulating else "does not fit"
+    return [
+        "",
+        (
+            f"FSDP, all on {cards} card{'s' * (cards != 1)}: {fits} "
+            f"({format_bytes(need.card_bytes)} a card); with gradient accumulation, which holds "
+            f"{format_bytes(need.unsharded_gradient_bytes)} of unsharded gradient, it {trap}; "
+            f"fewest cards: {need.min_gpus or 'more than 1,024'}"
+        ),
+    ]
+
+
+def summary(plan: Prediction) -> str:
+    """What decides: fits or not, the memories, speed, money, FSDP; no colour."""
+    model, need, machine, speed = plan.model, plan.choice.need, plan.machine, plan.choice.speed
+    device = usable_device(machine) if machine.host_bytes or not machine.is_cpu else None
+    disk = None if machine.disk_bytes is None else int(machine.disk_bytes.value)
+    active = model.num_active_parameters
+    used = f" ({format_count(active)} used by a token)" if model.sparse else ""
+    mfu = "" if speed.mfu is None else f", MFU {speed.mfu:.0%}"
+    lines = [
+        (
+            f"{plan.source.name}: {format_count(model.num_parameters)} parameters{used}, "
+            f"{format_count(plan.job.tokens_per_step)} tokens a step"
+        ),
+        *_answer(plan),
+        _line("host", need.host, need.host_bytes, usable_host(machine)),
+        _line("step" if machine.is_cpu else "each card", need.device, need.device_bytes, device),
+        _line("disk", need.disk, need.disk_bytes, disk),
+        "",
+        (
+            f"{speed.tokens_per_second:,.0f} tokens/s, {format_duration(speed.step_seconds)} a step"
+            f"{mfu}; binding lane: {speed.binding}; rates: {speed.origin}"
+        ),
+        *_price(plan),
+        *_fsdp_line(plan),
+        "",
+        *(f"note: {note}" for note in plan.notes),
+        "--verbose shows every kind of bytes, lane and formula; --json all of it",
+    ]
+    return "\n".join(lines)
+
+
+def _price(plan: Prediction) -> list[str]:
+    if plan.hours is None or plan.job.num_tokens is None:
+        return []
+    long = plan.hours >= 1
+    time = f"{plan.hours:,.1f} hours" if long else format_duration(plan.hours * 3600)
+    line = f"{format_count(plan.job.num_tokens)} tokens take {time}"
+    if plan.cost is not None and plan.job.price is not None:
+        line += f" and cost {plan.cost:,.2f} at {plan.job.price:g} a card and hour"
+    return [line]
+
+
+def details(plan: Prediction) -> str:
+    """Everything, as lines of text, no colour."""
     model, choice, machine = plan.model, plan.choice, plan.machine
     lines = [
         (

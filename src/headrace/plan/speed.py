@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from headrace.plan.memory import num_trained
+from headrace.plan.parts import layer_modes, offloaded_bytes, resident_parameters, trained_part
 
 if TYPE_CHECKING:
     from headrace.plan.architecture import Architecture
@@ -96,21 +96,31 @@ def _speed(
     whole = compute_seconds(model, job.max_length, tokens, machine.matmul_tflops.value)
     # Each card fetches and returns its share; the rest comes over the link between cards.
     shared = (cards - 1) / cards
-    down = width * (layers + ends) * waves
-    up_again = width * layers * waves
-    trained = num_trained(model, job)
-    back = width * trained
+    streamed = 1 - min(1.0, resident_parameters(model, job) / model.num_parameters)
+    down = width * (layers + ends) * waves * streamed
+    up_again = width * layers * waves * streamed
+    part = trained_part(model, job)
+    trained = part.total * streamed
+    back = (job.gradient_bytes or width) * trained
     # Frozen weights have no gradient: backward is as much work as forward.
-    backward_share = 2 if job.lora_rank is None else 1
+    backward_share = 1 + part.own / model.num_parameters
+    modes = layer_modes(model, job, activations)
+    again = modes.count("recompute") / len(modes)
+    sent = offloaded_bytes(
+        model, job, cards, activations=activations, waves=waves, cpu=machine.is_cpu
+    )
     forward = {
         "compute": whole / 3,
         "h2d": down / cards / (machine.h2d.value * giga),
     }
     backward = {
-        "compute": whole / 3 * (backward_share + (activations != "keep")),
+        "compute": whole / 3 * (backward_share + again),
         "h2d": up_again / cards / (machine.duplex.value * giga),
         "d2h": back / cards / (machine.duplex.value * giga),
     }
+    if sent:  # every wave leaves in forward and returns in backward
+        forward["d2h"] = sent * waves / (machine.d2h.value * giga)
+        backward["h2d"] += sent * waves / (machine.duplex.value * giga)
     if cards > 1:
         link = machine.nvlink.value * giga
         forward["nvlink"] = down * shared / link
@@ -119,7 +129,7 @@ def _speed(
     (forward if update_under == "forward" else backward)["update"] = update
     first = model.num_embedding + model.largest_layer
     ramp = width * first / cards / (machine.h2d.value * giga)
-    if job.lora_rank is None:
+    if part.embedding and not job.device_units:
         ramp += width * model.num_embedding / cards / (machine.d2h.value * giga)
         ramp += first / (machine.update.value * giga)
     phases = [max(forward.values()), max(backward.values())]

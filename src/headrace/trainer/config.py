@@ -329,9 +329,18 @@ def resolve(
             raw["tune_file"] = str(beside)
     translated, notes = translate(raw)
     translate_data(raw, translated, notes)
+    return checked(translated), notes
+
+
+def checked(translated: dict[str, Any]) -> TrainConfig:
+    """A configuration whose keys are canonical.
+
+    Raises:
+        ConfigError: naming each key that is unknown, missing or wrong.
+    """
     refuse_unknown(translated, _keys(), "")
     try:
-        return TrainConfig.model_validate(translated), notes
+        return TrainConfig.model_validate(translated)
     except ValidationError as error:
         problems = [_describe(problem) for problem in error.errors()]
         raise ConfigError(

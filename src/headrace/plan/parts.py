@@ -1,0 +1,69 @@
+"""Which part of a model is trained, lies on the device, or leaves its activations where.
+
+The rules are the engine's own; what bytes and seconds they come to is :mod:`headrace.plan.memory`
+and :mod:`headrace.plan.speed`. Pure.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headrace.plan.job import Trained
+
+if TYPE_CHECKING:
+    from headrace.plan.architecture import Architecture
+    from headrace.plan.job import Activations, Job
+
+
+def trained_part(model: Architecture, job: Job) -> Trained:
+    """Which parameters have gradients and optimizer state."""
+    if job.trained is not None:
+        return job.trained
+    if job.lora_rank is not None:
+        total = model.num_adapter_parameters(job.lora_rank)
+        largest = job.lora_rank * max(x.adapted_width for x in model.layers)
+        return Trained(total=total, added=total, largest_layer=largest, embedding=0, head=0)
+    return Trained(
+        total=model.num_parameters,
+        added=0,
+        largest_layer=model.largest_layer,
+        embedding=model.num_embedding,
+        head=model.num_head,
+    )
+
+
+def resident_parameters(model: Architecture, job: Job) -> int:
+    """Parameters of the units that lie on the device by choice."""
+    return sum(_unit_sizes(model)[: job.device_units or 0])
+
+
+def _unit_sizes(model: Architecture) -> list[int]:
+    layers = [layer.num_parameters for layer in model.layers]
+    return [model.num_embedding, *layers, model.num_head]
+
+
+def layer_modes(model: Architecture, job: Job, activations: Activations) -> list[Activations]:
+    """What each layer leaves for backward, in the engine's order."""
+    count = len(model.layers)
+    recompute = count if activations == "recompute" else min(job.recompute_layers, count)
+    rest = count - recompute
+    offload = rest if activations == "offload" else min(job.offload_layers, rest)
+    modes: list[Activations] = ["recompute"] * recompute
+    modes += ["offload" if i * offload % rest < offload else "keep" for i in range(rest)]
+    return modes
+
+
+def offloaded_bytes(
+    model: Architecture, job: Job, num_gpus: int, *, activations: Activations, waves: int, cpu: bool
+) -> int:
+    """What the layers of a wave send to host memory: what they keep, less their input."""
+    width = 4 if cpu or job.dtype == "float32" else 2
+    modes = zip(model.layers, layer_modes(model, job, activations), strict=True)
+    sent = [x.kept_elements - model.hidden_size for x, mode in modes if mode == "offload"]
+    tokens = -(-job.num_micro_batches(num_gpus) // waves) * job.micro_batch_tokens
+    return width * tokens * sum(sent)
+
+
+def share(count: int, resident: int, model: Architecture) -> int:
+    """What of ``count`` parameters lies in units of ``resident`` ones, spread evenly."""
+    return round(count * resident / model.num_parameters)
