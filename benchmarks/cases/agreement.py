@@ -2,8 +2,8 @@
 
 The text is drawn from a fixed table in which each token has four equally likely successors, so the
 loss falls from ln(vocabulary) towards ln 4 and a wrong update shows. The learning rate is one of
-continued training: a loss that falls steeply magnifies rounding. FSDP2 runs a second time with other sizes of
-micro-batches: what then differs is rounding alone, the floor of the comparison.
+continued training: a loss that falls steeply magnifies rounding. FSDP2 runs a second time with
+other micro-batches: what then differs is rounding alone, the floor of the comparison.
 """
 
 from __future__ import annotations
