@@ -130,7 +130,6 @@ def ours(work: Path, *, tokenised: bool) -> None:
     from headrace.corpus.rejections import read_stats
 
     config = make_config(work, tokenizer=None, num_workers=1, output="ours")
-    shutil.rmtree(config.work_path, ignore_errors=True)
     config.work_path.mkdir()
     plan = make_plan(config, config.work_path)
     prepare(config.model_dump(mode="json"))
@@ -161,7 +160,6 @@ def theirs(work: Path, *, tokenised: bool) -> None:
 
     limit = datetime.fromisoformat(f"{CUTOFF}T23:59:59.999999+00:00")
     out = work / "theirs"
-    shutil.rmtree(out, ignore_errors=True)
     last = (
         DocumentTokenizer(
             str(out),
@@ -198,6 +196,8 @@ def run_case(name: str, work: Path) -> None:
     os.environ["RAYON_NUM_THREADS"] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    for place in ("ours.work", "theirs"):  # what an earlier case left
+        shutil.rmtree(work / place, ignore_errors=True)
     if name.startswith("datatrove"):  # imports are not what is measured
         import datatrove.pipeline.filters
         import datatrove.pipeline.readers
@@ -206,7 +206,11 @@ def run_case(name: str, work: Path) -> None:
 
         del datatrove
     else:
+        import pyarrow as pa
+
         import headrace.corpus.build  # noqa: F401
+
+        pa.array([0])  # imports pandas, where it is installed
     used, begun = time.process_time(), time.perf_counter()
     CASES[name](work)
     result = {

@@ -7,6 +7,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -14,6 +15,8 @@
 #include <utility>
 
 #include "bpe.h"
+#include "fold.h"
+#include "survey.h"
 
 namespace nb = nanobind;
 
@@ -149,6 +152,114 @@ std::pair<Result<int32_t>, Result<int64_t>> encode(Encoder& encoder,
   return {as_array(std::move(ids)), as_array(std::move(counts))};
 }
 
+// For every text: characters, of them furniture, the language's index or -1, and bits: 1 where a
+// year stands in it, 2 where a name does.
+std::tuple<Result<int64_t>, Result<int64_t>, Result<int32_t>, Result<uint8_t>> survey(
+    Surveyor& surveyor, const Flat<const uint8_t>& data, const Flat<const int64_t>& offsets) {
+  const Texts texts(data, offsets);
+  const auto num = static_cast<size_t>(texts.num);
+  std::vector<int64_t> chars(num), furniture(num);
+  std::vector<int32_t> languages(num);
+  std::vector<uint8_t> holds(num);
+  {
+    nb::gil_scoped_release release;
+    for (size_t i = 0; i < num; ++i) {
+      const auto at = static_cast<int64_t>(i);
+      const Findings found = surveyor.survey(texts.begin(at), texts.end(at));
+      chars[i] = found.chars;
+      furniture[i] = found.furniture;
+      languages[i] = found.language;
+      holds[i] = static_cast<uint8_t>((found.has_year ? 1 : 0) | (found.has_name ? 2 : 0));
+    }
+  }
+  return {as_array(std::move(chars)), as_array(std::move(furniture)),
+          as_array(std::move(languages)), as_array(std::move(holds))};
+}
+
+template <typename T>
+void ends_at(std::vector<int64_t>& ends, const std::vector<T>& values) {
+  ends.push_back(static_cast<int64_t>(values.size()));
+}
+
+// Folded texts and the same without ASCII white space, each as bytes and offsets (N + 1).
+std::tuple<Result<uint8_t>, Result<int64_t>, Result<uint8_t>, Result<int64_t>> fold(
+    Folder& folder, const Flat<const uint8_t>& data, const Flat<const int64_t>& offsets) {
+  const Texts texts(data, offsets);
+  std::vector<uint8_t> folded, stripped;
+  std::vector<int64_t> folded_ends{0}, stripped_ends{0};
+  {
+    nb::gil_scoped_release release;
+    const auto size = static_cast<size_t>(texts.offsets[texts.num] - texts.offsets[0]);
+    folded.reserve(size + size / 16);
+    stripped.reserve(size + size / 16);
+    for (int64_t i = 0; i < texts.num; ++i) {
+      folder.fold(texts.begin(i), texts.end(i), folded, &stripped);
+      ends_at(folded_ends, folded);
+      ends_at(stripped_ends, stripped);
+    }
+  }
+  return {as_array(std::move(folded)), as_array(std::move(folded_ends)),
+          as_array(std::move(stripped)), as_array(std::move(stripped_ends))};
+}
+
+// Signatures (N times P) of folded texts.
+Result<uint32_t> sign(MinHasher& hasher, const Flat<const uint8_t>& data,
+                      const Flat<const int64_t>& offsets) {
+  const Texts texts(data, offsets);
+  const size_t num = hasher.num_permutations();
+  std::vector<uint32_t> signatures(static_cast<size_t>(texts.num) * num);
+  {
+    nb::gil_scoped_release release;
+    for (int64_t i = 0; i < texts.num; ++i) {
+      hasher.sign(texts.begin(i), texts.end(i), signatures.data() + static_cast<size_t>(i) * num);
+    }
+  }
+  return as_array(std::move(signatures));
+}
+
+MinHasher make_min_hasher(int width, std::vector<uint32_t> a, std::vector<uint32_t> b,
+                          const Flat<const uint64_t>& values) {
+  if (values.size() != 256) {
+    throw std::invalid_argument("256 bytes have values");
+  }
+  std::array<uint64_t, 256> held;
+  std::copy_n(values.data(), held.size(), held.begin());
+  return MinHasher(width, std::move(a), std::move(b), held);
+}
+
+Surveyor make_surveyor(std::vector<std::string> cues, std::vector<std::string> names,
+                       int first_year, int last_year, int num_languages,
+                       const std::vector<std::pair<std::string, uint32_t>>& words,
+                       const std::vector<std::pair<uint32_t, uint32_t>>& lower,
+                       const std::vector<std::tuple<uint32_t, uint32_t, int32_t>>& scripts,
+                       std::tuple<int32_t, int32_t, int32_t, int32_t> named,
+                       std::vector<uint32_t> ukrainian_letters) {
+  const auto [japanese, cyrillic, russian, ukrainian] = named;
+  Languages languages{num_languages, japanese, cyrillic, russian, ukrainian, {},
+                      std::move(ukrainian_letters)};
+  bool fits = num_languages > 0 && num_languages <= 32 && !scripts.empty() && first_year >= 1000 &&
+              last_year <= 9999 && japanese >= 0 && japanese < 64;
+  for (const auto& [low, high, language] : scripts) {
+    fits = fits && language >= 0 && language < 64;
+    languages.scripts.push_back(Script{low, high, language});
+  }
+  for (const auto& texts : {cues, names}) {
+    fits = fits && std::none_of(texts.begin(), texts.end(), [](const auto& t) { return t.empty(); });
+  }
+  if (!fits) {
+    throw std::invalid_argument("more languages than bits, or nothing to look for");
+  }
+  Surveyor surveyor(std::move(cues), std::move(names), first_year, last_year,
+                    std::move(languages));
+  for (const auto& [word, some] : words) {
+    surveyor.add_word(word, some);
+  }
+  for (const auto& [code, lowered] : lower) {
+    surveyor.add_lower(code, lowered);
+  }
+  return surveyor;
+}
+
 }  // namespace
 }  // namespace headrace::text
 
@@ -181,4 +292,20 @@ NB_MODULE(_text, m) {
   m.def("make_encoder", &make_encoder, nb::arg("rules").noconvert(), nb::arg("digits_alone"),
         nb::arg("byte_ids").noconvert(), nb::arg("left").noconvert(), nb::arg("right").noconvert(),
         nb::arg("merged").noconvert(), nb::arg("normalised"), nb::arg("added"));
+
+  nb::class_<Surveyor>(m, "Surveyor")
+      .def("survey", &survey, nb::arg("data").noconvert(), nb::arg("offsets").noconvert());
+  m.def("make_surveyor", &make_surveyor, nb::arg("cues"), nb::arg("names"), nb::arg("first_year"),
+        nb::arg("last_year"), nb::arg("num_languages"), nb::arg("words"), nb::arg("lower"),
+        nb::arg("scripts"), nb::arg("named"), nb::arg("ukrainian_letters"));
+
+  nb::class_<Folder>(m, "Folder")
+      .def(nb::init<>())
+      .def("add", [](Folder& folder, uint32_t code,
+                     const std::string& folded) { folder.add(code, folded); })
+      .def("fold", &fold, nb::arg("data").noconvert(), nb::arg("offsets").noconvert());
+  nb::class_<MinHasher>(m, "MinHasher")
+      .def("sign", &sign, nb::arg("data").noconvert(), nb::arg("offsets").noconvert());
+  m.def("make_min_hasher", &make_min_hasher, nb::arg("width"), nb::arg("a"), nb::arg("b"),
+        nb::arg("values").noconvert());
 }

@@ -26,3 +26,35 @@ def make_encoder(
     normalised: bool,
     added: Sequence[str],
 ) -> Encoder: ...
+
+class Surveyor:
+    def survey(
+        self, data: NDArray[np.uint8], offsets: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32], NDArray[np.uint8]]: ...
+
+def make_surveyor(
+    cues: Sequence[str],
+    names: Sequence[str],
+    first_year: int,
+    last_year: int,
+    num_languages: int,
+    words: Sequence[tuple[str, int]],
+    lower: Sequence[tuple[int, int]],
+    scripts: Sequence[tuple[int, int, int]],
+    named: tuple[int, int, int, int],
+    ukrainian_letters: Sequence[int],
+) -> Surveyor: ...
+
+class Folder:
+    def __init__(self) -> None: ...
+    def add(self, code: int, folded: str) -> None: ...
+    def fold(
+        self, data: NDArray[np.uint8], offsets: NDArray[np.int64]
+    ) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.uint8], NDArray[np.int64]]: ...
+
+class MinHasher:
+    def sign(self, data: NDArray[np.uint8], offsets: NDArray[np.int64]) -> NDArray[np.uint32]: ...
+
+def make_min_hasher(
+    width: int, a: Sequence[int], b: Sequence[int], values: NDArray[np.uint64]
+) -> MinHasher: ...

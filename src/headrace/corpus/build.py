@@ -99,7 +99,8 @@ def _start_server(config: CorpusConfig, num_bytes: int) -> None:
     if config.executor is None and _num_workers(config, num_bytes) > 1:
         calendars = {rule_for(config, source).calendar for source in config.sources}
         slow = ["exchange_calendars"] if calendars - {None, EDGAR} else []
-        warm_up(run_unit.__module__, *slow)
+        # pyarrow imports pandas, where it is installed, when it makes its first array.
+        warm_up(run_unit.__module__, "pandas", *slow)
 
 
 def _cluster(executor: Executor, values: dict[str, Any], work: Path) -> Pool:

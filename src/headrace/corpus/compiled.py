@@ -19,6 +19,7 @@ import pyarrow as pa
 from tokenizers import Regex, normalizers, pre_tokenizers
 
 from headrace.corpus.pieces import GPT2_PATTERN, pre_tokenizer_steps
+from headrace.corpus.text_buffers import text_buffers
 from headrace.corpus.tokens import Tokens
 
 try:
@@ -235,7 +236,7 @@ class CompiledEncoder:
 
     def encode_column(self, texts: pa.LargeStringArray) -> Tokens:
         """Ids of the texts of an Arrow column, each with the end-of-sequence id last."""
-        data, offsets = _buffers(texts)
+        data, offsets = text_buffers(texts)
         for block in self._native.unknown_blocks(data, offsets):
             self._native.set_classes(*self._classes.of_block(block))
         tokens = Tokens(*self._native.encode(data, offsets))
@@ -249,15 +250,6 @@ class CompiledEncoder:
             pieces += [part] if other is None else [part, other]
         tokens.counts[rows] = [other.size for other in others]
         return Tokens(np.concatenate(pieces), tokens.counts)
-
-
-def _buffers(texts: pa.LargeStringArray) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    assert texts.type == pa.large_string(), "texts have 64-bit offsets"
-    _, bounds, data = texts.buffers()
-    offsets = np.frombuffer(bounds, dtype=np.int64)[texts.offset : texts.offset + len(texts) + 1]
-    if data is None or len(texts) == 0:
-        return np.empty(0, dtype=np.uint8), np.zeros(len(texts) + 1, dtype=np.int64)
-    return np.frombuffer(data, dtype=np.uint8), offsets
 
 
 class _Classes:

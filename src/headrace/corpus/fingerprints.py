@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 FINGERPRINT_VERSION = 1
 """Changes whenever a text's key or signature could."""
 
+KEY_BYTES = 16
 _SEGMENT = 1 << 20
 # Odd multipliers have inverses mod 2^64: a word's hash does not depend on where it stands.
 _BASE = 0x9E3779B97F4A7C15
@@ -47,7 +48,7 @@ def fold(text: str) -> bytes:
 
 def exact_key(folded: bytes) -> bytes:
     """16 bytes that differ for texts that differ in more than case and white space (BLAKE2b)."""
-    return hashlib.blake2b(folded.translate(None, _WHITE), digest_size=16).digest()
+    return hashlib.blake2b(folded.translate(None, _WHITE), digest_size=KEY_BYTES).digest()
 
 
 def short_key(name: str) -> int:
@@ -88,6 +89,11 @@ class MinHasher:
         self._in_word, self._alone, self._values = _word_table()
         self._powers = _powers(_BASE, _SEGMENT + 8)
         self._inverses = _powers(_BASE_INVERSE, _SEGMENT + 8)
+
+    def parameters(self) -> tuple[int, list[int], list[int], NDArray[np.uint64]]:
+        """Words a shingle, ``a`` and ``b`` of the permutations, and the values of bytes."""
+        a, b = self._a_P1[:, 0].tolist(), self._b_P1[:, 0].tolist()
+        return self._shingle_words, a, b, self._values
 
     def signature(self, folded: bytes) -> NDArray[np.uint32]:
         """The signature (P) of one text; a text without words has all bits set."""

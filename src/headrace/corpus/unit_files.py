@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from headrace.corpus.files import canonical_json
-from headrace.corpus.fingerprints import MinHasher, exact_key, short_key
+from headrace.corpus.fingerprints import short_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from headrace.corpus.cutoff import Dated
     from headrace.corpus.document import RawDocument
+    from headrace.corpus.signing import Fingerprints
 
 INDEX = np.dtype(
     [
@@ -97,27 +98,15 @@ class Candidate:
     part: int
     dated: Dated
     encoded: bytes
-    folded: bytes = b""
     language: str = "und"
     boilerplate: float = 0.0
-
-
-def arrow_texts(encoded: list[bytes]) -> pa.LargeStringArray:
-    """UTF-8 texts as an Arrow array, without encoding them again."""
-    offsets = np.zeros(len(encoded) + 1, dtype=np.int64)
-    np.cumsum([len(text) for text in encoded], out=offsets[1:])
-    return pa.LargeStringArray.from_buffers(
-        len(encoded), pa.py_buffer(offsets), pa.py_buffer(b"".join(encoded))
-    )
 
 
 class UnitWriter:
     """Streams the unit's files; row groups are batches."""
 
-    def __init__(self, folder: Path, hasher: MinHasher | None) -> None:
-        """Open the files; ``hasher`` is ``None`` where near-duplicates are not sought."""
-        self._folder = folder
-        self._hasher = hasher
+    def __init__(self, folder: Path, *, signed: bool) -> None:
+        """Open the files; ``signed`` where near-duplicates are sought."""
         self._documents = pq.ParquetWriter(
             folder / "documents.parquet",
             UNIT_DOCUMENTS,
@@ -131,7 +120,7 @@ class UnitWriter:
             compression="zstd",
         )
         self._index = (folder / "index.bin").open("wb")
-        self._signatures = (folder / "signatures.bin").open("wb") if hasher is not None else None
+        self._signatures = (folder / "signatures.bin").open("wb") if signed else None
         self.num_documents = 0
         self.num_rejected = 0
         self.num_rows = 0
@@ -143,23 +132,26 @@ class UnitWriter:
             self._rejected.write_table(pa.Table.from_pylist(rows, schema=schema))
             self.num_rejected += len(rows)
 
-    def add_later(self, items: list[Candidate], rejected_rows: list[int]) -> None:
+    def add_later(
+        self, items: list[Candidate], marks: Fingerprints, rejected_rows: list[int]
+    ) -> None:
         """Index rows of documents after the latest cutoff, which are rows of the rejected."""
         if items:
-            self._add_rows(items, [-1 - row for row in rejected_rows])
+            self._add_rows(items, marks, [-1 - row for row in rejected_rows])
 
     def add_documents(
         self,
         source: str,
         items: list[Candidate],
         texts: pa.Array,
+        marks: Fingerprints,
         mentions: list[list[dict[str, int]]],
     ) -> None:
-        """Documents of one batch, with their texts as an array and their mentions."""
+        """Documents of one batch: texts as an array, fingerprints, mentions."""
         if not items:
             return
         rows = range(self.num_documents, self.num_documents + len(items))
-        self._add_rows(items, list(rows))
+        self._add_rows(items, marks, list(rows))
         self.num_documents += len(items)
         dated = [item.dated for item in items]
         columns = {
@@ -191,10 +183,9 @@ class UnitWriter:
         ]
         self._documents.write_table(pa.Table.from_arrays(arrays, schema=UNIT_DOCUMENTS))
 
-    def _add_rows(self, items: list[Candidate], rows: list[int]) -> None:
+    def _add_rows(self, items: list[Candidate], marks: Fingerprints, rows: list[int]) -> None:
         index = np.zeros(len(items), dtype=INDEX)
-        keys = b"".join(exact_key(item.folded) for item in items)
-        index["text_key"] = np.frombuffer(keys, dtype="<u8").reshape(-1, 2)
+        index["text_key"] = marks.keys
         index["id_key"] = [short_key(item.doc_id) for item in items]
         index["revision_key"] = [
             0 if item.raw.revision_key is None else short_key(item.raw.revision_key)
@@ -206,9 +197,8 @@ class UnitWriter:
         index["upper_bound"] = [item.dated.upper_bound for item in items]
         self._index.write(index.tobytes())
         self.num_rows += len(items)
-        if self._hasher is not None and self._signatures is not None:
-            signatures = self._hasher.signatures([item.folded for item in items])
-            self._signatures.write(signatures.tobytes())
+        if self._signatures is not None and marks.signatures is not None:
+            self._signatures.write(marks.signatures.tobytes())
 
     def close(self) -> None:
         """Finish the files."""

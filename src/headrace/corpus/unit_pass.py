@@ -13,20 +13,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from headrace.corpus.checks.furniture import PREFILTER, furniture_share
-from headrace.corpus.checks.languages import LanguageGuesser
 from headrace.corpus.checks.mentions import MentionFinder, load_entities
+from headrace.corpus.checks.survey import Survey, make_surveyor
 from headrace.corpus.config import CorpusConfig, rule_for
 from headrace.corpus.cutoff import Dater
 from headrace.corpus.document import Rejection
 from headrace.corpus.files import hash_of, is_whole, whole_folder
-from headrace.corpus.fingerprints import MinHasher, fold
+from headrace.corpus.fingerprints import MinHasher
 from headrace.corpus.instants import InstantError
+from headrace.corpus.signing import make_signer
 from headrace.corpus.sources import read_part
 from headrace.corpus.sources.context import ReadContext
-from headrace.corpus.unit_files import Candidate, UnitWriter, arrow_texts, printable
+from headrace.corpus.text_buffers import text_column
+from headrace.corpus.unit_files import Candidate, UnitWriter, printable
 from headrace.errors import DataError
 
 if TYPE_CHECKING:
@@ -64,12 +64,13 @@ class UnitPass:
         rule = rule_for(config, source)
         self._dater = Dater(rule, horizon_us=self._latest_us)
         self._context = ReadContext.for_rule(rule, config.max_document_bytes)
-        self._languages = LanguageGuesser()
         extra = config.checks.future_mentions.entities_file
         entities = load_entities(Path(extra) if extra else None)
         self._mentions = MentionFinder(cutoffs[0].instant_us, entities)
+        self._surveyor = make_surveyor(self._mentions)
         near = config.checks.near_duplicates
-        self._hasher = (
+        self._signed = near.enabled
+        self._signer = make_signer(
             MinHasher(num_perm=near.num_perm, shingle_words=near.shingle_words, seed=near.seed)
             if near.enabled
             else None
@@ -81,7 +82,7 @@ class UnitPass:
             return
         stamps = [part.file.path.stat() for part in unit.parts]
         with whole_folder(place) as folder:
-            writer = UnitWriter(folder, self._hasher)
+            writer = UnitWriter(folder, signed=self._signed)
             counts = _Counts()
             for batch, rejected in self._batches(unit, counts):
                 self._judge(batch, rejected, writer, counts)
@@ -164,58 +165,57 @@ class UnitPass:
         writer: UnitWriter,
         counts: _Counts,
     ) -> None:
-        in_time: list[Candidate] = []
-        later: list[Candidate] = []
-        later_rows: list[int] = []
-        for item in batch:
-            item.folded = fold(item.raw.text)
+        texts = text_column([item.encoded for item in batch])
+        marks = self._signer.sign(texts)
+        early, late, late_rows = [], [], []
+        for row, item in enumerate(batch):
             if item.dated.available_at <= self._latest_us:
-                in_time.append(item)
+                early.append(row)
                 continue
-            later.append(item)
-            later_rows.append(writer.num_rejected + len(rejected))
+            late.append(row)
+            late_rows.append(writer.num_rejected + len(rejected))
             rejected.append(self._rejected_candidate(item, "after_cutoff", item.dated.rule))
-        texts = arrow_texts([item.encoded for item in in_time])
+        writer.add_later([batch[row] for row in late], marks.of(late), late_rows)
+        if late:
+            batch = [batch[row] for row in early]
+            texts, marks = texts.take(pa.array(early, pa.int64())), marks.of(early)
+        survey = self._surveyor.survey(texts)
         kept: list[int] = []
-        has_cue = pc.match_substring_regex(texts, PREFILTER, ignore_case=True).to_pylist()
-        for index, item in enumerate(in_time):
-            refused = self._filtered(item, has_cue=has_cue[index])
+        for row, item in enumerate(batch):
+            item.language = survey.languages[row]
+            item.boilerplate = survey.furniture[row]
+            refused = self._filtered(item)
             if refused is None:
-                kept.append(index)
+                kept.append(row)
             else:
                 rejected.append(self._rejected_candidate(item, *refused))
         counts.reasons.update(row["reason"] for row in rejected)
         writer.add_rejected(rejected)
-        writer.add_later(later, later_rows)
-        if len(kept) < len(in_time):
-            in_time = [in_time[index] for index in kept]
-            texts = texts.take(pa.array(kept, pa.int64()))
-        writer.add_documents(self._source.name, in_time, texts, self._mentioned(in_time, texts))
+        mentions = self._mentioned(batch, kept, survey)
+        if len(kept) < len(batch):
+            batch = [batch[row] for row in kept]
+            texts, marks = texts.take(pa.array(kept, pa.int64())), marks.of(kept)
+        writer.add_documents(self._source.name, batch, texts, marks, mentions)
 
     def _mentioned(
-        self, items: list[Candidate], texts: pa.LargeStringArray
+        self, items: list[Candidate], kept: list[int], survey: Survey
     ) -> list[list[dict[str, int]]]:
-        finder = self._mentions
-        suspects = pc.match_substring_regex(texts, finder.prefilter).to_pylist()
-        named = [False] * len(items)
-        if finder.entity_prefilter is not None:
-            named = pc.match_substring_regex(texts, finder.entity_prefilter).to_pylist()
-        return [
-            [
-                {"day": m.day, "kind": m.kind, "setting": m.setting, "offset": m.offset}
-                for m in finder.find(item.raw.text, has_entity=has_entity)
-            ]
-            if suspect
-            else []
-            for item, suspect, has_entity in zip(items, suspects, named, strict=True)
-        ]
+        mentions: list[list[dict[str, int]]] = []
+        for index in kept:
+            found: list[dict[str, int]] = []
+            has_name = survey.has_name[index]
+            if has_name or survey.has_year[index]:
+                found = [
+                    {"day": m.day, "kind": m.kind, "setting": m.setting, "offset": m.offset}
+                    for m in self._mentions.find(items[index].raw.text, has_entity=has_name)
+                ]
+            mentions.append(found)
+        return mentions
 
-    def _filtered(self, item: Candidate, *, has_cue: bool) -> tuple[str, str] | None:
+    def _filtered(self, item: Candidate) -> tuple[str, str] | None:
         """Reason and detail where a filter wants the document out."""
-        text, checks = item.raw.text, self._checks
-        length = len(text)
-        item.language = self._languages.guess(text)
-        item.boilerplate = furniture_share(text, has_cue=has_cue)
+        checks = self._checks
+        length = len(item.raw.text)
         if length < checks.length.min_chars:
             return "too_short", f"{length} characters"
         if checks.length.max_chars is not None and length > checks.length.max_chars:

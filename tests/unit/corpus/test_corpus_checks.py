@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.corpus.checks import survey as survey_module
 from headrace.corpus.checks.furniture import PREFILTER, furniture_share, is_furniture
 from headrace.corpus.checks.languages import LanguageGuesser
 from headrace.corpus.checks.mentions import (
@@ -28,6 +29,7 @@ from headrace.corpus.checks.mentions import (
     load_entities,
     year_expression,
 )
+from headrace.corpus.checks.survey import CompiledSurveyor, PlainSurveyor
 from headrace.corpus.instants import to_microseconds
 from headrace.corpus.sources.html_text import html_text
 from headrace.errors import ConfigError
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
 
 CUTOFF = to_microseconds(datetime(2017, 6, 30, 23, 59, 59, 999999, tzinfo=UTC))
 FINDER = MentionFinder(CUTOFF, load_entities(None))
+PLAIN = PlainSurveyor(FINDER)
+COMPILED = PLAIN if survey_module._text is None else CompiledSurveyor(FINDER)
 LEAD = "The board of the mill met again and kept long minutes of all that it had heard. "
 
 
@@ -165,9 +169,10 @@ def test_the_prefilter_passes_every_text_with_a_mention(text: str) -> None:
     assert all(m.day > FINDER.cutoff_day for m in mentions)
     array = pa.array([text], pa.large_string())
     if mentions:
-        assert pc.match_substring_regex(array, FINDER.prefilter)[0].as_py()
+        survey = PlainSurveyor(FINDER).survey(array)
+        assert survey.has_year[0] or survey.has_name[0]
     if any(m.kind == ENTITY for m in FINDER.find(text) if "CVE" not in text):
-        assert pc.match_substring_regex(array, FINDER.entity_prefilter)[0].as_py()
+        assert survey.has_name[0]
 
 
 def test_a_table_of_years_is_not_read_to_its_end() -> None:
@@ -224,6 +229,39 @@ def test_languages(text: str, language: str) -> None:
 @given(st.text(max_size=300))
 def test_any_text_has_a_language(text: str) -> None:
     assert 2 <= len(LanguageGuesser().guess(text)) <= 3
+
+
+LETTERS = "aEeIİKß\u017féÉÀ\u212añÑ\u0130\u01c5\u1ea0\u1ea1\u0161\u0160 \n\t\u00a0\u3000\x1c\x85.©("
+furnished = st.lists(
+    st.sampled_from(
+        ["Copyright", "(C) 2019", "©", "LOG IN", "login", "menu", "\n", "\n\n", "the", "The", "of",
+         "and", "für", "FÜR", "é", "été", "Été", "не", "и", "їжак", "小麦", "の", "밀", "ChatGPT",
+         "COVID-19", "2019", "2016", "12019", "x" * 250, "tags:", "Read  more", "Read more", "на"]
+    )
+    | st.text(LETTERS, max_size=8),
+    max_size=40,
+).flatmap(lambda parts: st.sampled_from([" ", "\n", ""]).map(lambda g: g.join(parts)))  # fmt: skip
+
+
+@settings(max_examples=200)
+@given(texts=st.lists(furnished | st.text(max_size=50), max_size=5), repeats=st.integers(1, 12))
+def test_the_compiled_scan_finds_what_the_plain_functions_find(
+    texts: list[str], repeats: int
+) -> None:
+    pytest.importorskip("headrace.corpus._text")
+    column = pa.array([*texts, "\n".join(texts * repeats)], pa.large_string())
+    assert COMPILED.survey(column) == PLAIN.survey(column)
+    rest = column.slice(1)
+    assert COMPILED.survey(rest) == PLAIN.survey(rest)
+
+
+def test_short_names_of_an_entities_file_are_found() -> None:
+    pytest.importorskip("headrace.corpus._text")
+    finder = MentionFinder(CUTOFF, {"R2": date(2019, 1, 1), "Ünder": date(2020, 1, 1)})
+    column = pa.array(["an R2 unit", "Ünder", "under", "R", "", "x R2"], pa.large_string())
+    survey = CompiledSurveyor(finder).survey(column)
+    assert survey.has_name == [True, True, False, False, False, True]
+    assert survey == PlainSurveyor(finder).survey(column)
 
 
 def test_html_drops_what_is_hidden_and_keeps_blocks() -> None:

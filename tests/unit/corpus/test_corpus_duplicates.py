@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import random
+import sys
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,8 +32,14 @@ from headrace.corpus.fingerprints import (
     short_key,
     similarity,
 )
+from headrace.corpus.signing import FOLDED_CODES, CompiledSigner, PlainSigner
 from headrace.corpus.spill import Spill, bucket_of, num_buckets_for
 from headrace.corpus.unit_files import INDEX
+
+try:
+    from headrace.corpus import _text
+except ImportError:
+    _text = None
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -173,6 +183,54 @@ def test_matches_equal_brute_force_where_bands_cannot_miss(tmp_path: Path) -> No
             assert len(close) == 0 or len(close) > 3  # beyond the first three and the last
         elif found[later][0] == NEAR:
             assert found[later][1] in close
+
+
+folding = st.text("aAzZ09 \t\n\x1c-_.\xdf\u017f\u0130\u1e9e\ufb03\u0390\u5c0f\u30a2\uac00\U0001f600"
+                  "\U00010400\U0001e900\xa0\u3000\u0416", max_size=60)  # fmt: skip
+
+
+@settings(max_examples=150)
+@given(
+    texts=st.lists(folding | st.text(max_size=80), min_size=1, max_size=5),
+    num_perm=st.sampled_from([1, 16, 21, 112]),
+    width=st.integers(1, 6),
+)
+def test_compiled_fingerprints_are_those_of_the_plain_functions(
+    texts: list[str], num_perm: int, width: int
+) -> None:
+    pytest.importorskip("headrace.corpus._text")
+    column = pa.array([*texts, " ".join(texts * 9)], pa.large_string()).slice(1)
+    hasher = MinHasher(num_perm=num_perm, shingle_words=width, seed=num_perm)
+    got, wanted = compiled_signer(hasher).sign(column), PlainSigner(hasher).sign(column)
+    assert np.array_equal(got.keys, wanted.keys)
+    assert got.signatures is not None
+    assert np.array_equal(got.signatures, wanted.signatures)
+
+
+@functools.cache
+def folds() -> CompiledSigner:
+    return CompiledSigner(None)
+
+
+def compiled_signer(hasher: MinHasher) -> CompiledSigner:
+    signer = copy.copy(folds())  # the table of foldings is made once
+    signer._native = _text.make_min_hasher(*hasher.parameters())
+    signer._num_perm = hasher.num_perm
+    return signer
+
+
+def test_long_texts_are_cut_alike() -> None:
+    pytest.importorskip("headrace.corpus._text")
+    text = "wheat " * 400_000 + "x" * 2_500_000 + "\u5c0f" * 400_000 + " rye"
+    column = pa.array([text, text[7:]], pa.large_string())
+    got, wanted = CompiledSigner(HASHER).sign(column), PlainSigner(HASHER).sign(column)
+    assert np.array_equal(got.keys, wanted.keys)
+    assert np.array_equal(got.signatures, wanted.signatures)
+
+
+def test_no_character_folds_beyond_the_table() -> None:
+    beyond = "".join(map(chr, range(FOLDED_CODES, sys.maxunicode + 1)))
+    assert beyond.casefold() == beyond
 
 
 def test_signatures_are_those_of_datasketch() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-FURNITURE_VERSION = 1
+FURNITURE_VERSION = 2
 
 # Plain words: a search for each in a short line is faster than one alternation, and the RE2
 # prefilter of whole batches is made from the same list.
@@ -37,8 +37,13 @@ _FEW_LINES = 8
 _DATES_CHARS = 22  # three dates or five years do not fit into less
 
 
+def _lowered(text: str) -> str:
+    """ASCII letters in lower case: cues hold no others."""
+    return text.lower() if text.isascii() else text.encode().lower().decode()
+
+
 def _has_cue(line: str) -> bool:
-    lowered = line.lower()
+    lowered = _lowered(line)
     for cue in CUES:  # noqa: SIM110 - a generator costs three times as much, a million times
         if cue in lowered:
             return True
@@ -65,8 +70,11 @@ def is_furniture(text: str, offset: int) -> bool:
         return _has_cue(near)
     if _has_cue(line):
         return True
-    if len(line) > _DATES_CHARS and (
-        len(_DATED.findall(line)) >= 3 or len(_YEARS.findall(line)) >= 5
+    # Both lists need centuries: counting those costs little.
+    if (
+        len(line) > _DATES_CHARS
+        and line.count("19") + line.count("20") >= 3
+        and (len(_DATED.findall(line)) >= 3 or len(_YEARS.findall(line)) >= 5)
     ):
         return True
     stripped = line.strip()
@@ -82,7 +90,7 @@ def furniture_share(text: str, *, has_cue: bool) -> float:
     """
     if not text:
         return 0.0
-    count = _cue_chars(text.lower()) if has_cue else 0
+    count = _cue_chars(_lowered(text)) if has_cue else 0
     lines = text.split("\n")
     if len(lines) > _FEW_LINES:
         count += sum(map(len, lines)) - sum(map(len, set(lines)))

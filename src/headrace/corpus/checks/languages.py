@@ -19,7 +19,7 @@ _PLAIN_SHARE = 0.25
 _MIN_HITS = 2
 _MIN_SHARE = 0.06
 
-_FUNCTION_WORDS = {
+FUNCTION_WORDS = {
     "en": "the of and to in that is was for it with as his on be at by had not are but from "
     "or have they which you were all her she there would their we been has when who "
     "will no if what this our can its into than then them so these could any may "
@@ -65,16 +65,17 @@ _FUNCTION_WORDS = {
 }  # fmt: skip
 
 
-def _table() -> Mapping[str, tuple[str, ...]]:
+def words_by_language() -> Mapping[str, tuple[str, ...]]:
+    """Function words, each with the languages it is one of."""
     words: dict[str, tuple[str, ...]] = {}
-    for language, text in _FUNCTION_WORDS.items():
+    for language, text in FUNCTION_WORDS.items():
         for word in text.split():
             words[word] = (*words.get(word, ()), language)
     return words
 
 
 # Script ranges: first and last code point, language, and whether the script decides alone.
-_SCRIPTS = (
+SCRIPTS = (
     (0x0370, 0x03FF, "el"),
     (0x0400, 0x04FF, "cyrillic"),
     (0x0530, 0x058F, "hy"),
@@ -90,10 +91,10 @@ _SCRIPTS = (
     (0xAC00, 0xD7AF, "ko"),
 )
 LANGUAGES = frozenset(
-    {*_FUNCTION_WORDS, "und", "ru", "uk", *(name for _, _, name in _SCRIPTS if name != "cyrillic")}
+    {*FUNCTION_WORDS, "und", "ru", "uk", *(name for _, _, name in SCRIPTS if name != "cyrillic")}
 )
 """Every answer that a guess can be."""
-_UKRAINIAN = frozenset("іїєґІЇЄҐ")
+UKRAINIAN_LETTERS = frozenset("іїєґІЇЄҐ")
 
 
 class LanguageGuesser:
@@ -101,8 +102,8 @@ class LanguageGuesser:
 
     def __init__(self) -> None:
         """Build the word table."""
-        self._by_word = _table()
-        self._english = frozenset(_FUNCTION_WORDS["en"].split())
+        self._by_word = words_by_language()
+        self._english = frozenset(FUNCTION_WORDS["en"].split())
 
     def guess(self, text: str) -> str:
         """ISO 639-1 code, or ``und``."""
@@ -126,7 +127,7 @@ class LanguageGuesser:
         if best < _MIN_HITS or best < _MIN_SHARE * len(words):
             return "und"
         # Ties go to the order of the table, so that the answer never depends on a hash.
-        return next(language for language in _FUNCTION_WORDS if scores.get(language, 0) == best)
+        return next(language for language in FUNCTION_WORDS if scores.get(language, 0) == best)
 
     @staticmethod
     def _by_script(sample: str) -> str | None:
@@ -136,7 +137,7 @@ class LanguageGuesser:
             code = ord(character)
             if code < 0x0370:
                 continue
-            for low, high, name in _SCRIPTS:
+            for low, high, name in SCRIPTS:
                 if low <= code <= high:
                     counts[name] = counts.get(name, 0) + 1
                     num_foreign += 1
@@ -146,7 +147,7 @@ class LanguageGuesser:
         if counts.get("ja", 0) * 10 > num_foreign:
             return "ja"  # kana among Han characters
         best = max(counts.values())
-        winner = next(name for _, _, name in _SCRIPTS if counts.get(name, 0) == best)
+        winner = next(name for _, _, name in SCRIPTS if counts.get(name, 0) == best)
         if winner == "cyrillic":
-            return "uk" if any(character in _UKRAINIAN for character in sample) else "ru"
+            return "uk" if any(character in UKRAINIAN_LETTERS for character in sample) else "ru"
         return winner

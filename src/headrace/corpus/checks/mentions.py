@@ -27,7 +27,7 @@ from headrace.errors import ConfigError
 if TYPE_CHECKING:
     from pathlib import Path
 
-MENTION_VERSION = 1
+MENTION_VERSION = 2
 
 LAST_YEAR = 2100
 MAX_PER_DOCUMENT = 64
@@ -48,49 +48,43 @@ _MONTH = (
     r"(jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?"
     r"|sept?(?:ember)?|oct(?:ober)?|nov(?:ember)?|dec(?:ember)?)\.?"
 )
+_SOME_MONTH = re.compile("|".join(_MONTHS))
 _DAY = r"(\d{1,2})(?:st|nd|rd|th)?"
-_MONTH_BEFORE = re.compile(
-    rf"(?:{_DAY}(?: of)?[ -])?\b{_MONTH}(?:[ -]{_DAY})?,?[ \n-]$", re.IGNORECASE
-)
+# What stands around a year is searched in lower case: ignoring case costs several times as much.
+_MONTH_BEFORE = re.compile(rf"(?:{_DAY}(?: of)?[ -])?\b{_MONTH}(?:[ -]{_DAY})?,?[ \n-]$")
 _ISO_AFTER = re.compile(r"[-/.](\d{1,2})(?:[-/.](\d{1,2}))?(?!\d)")
 _SLASHES_BEFORE = re.compile(r"(?<!\d)(\d{1,2})[-/.](\d{1,2})[-/.]$")
 # Units after which four digits are a quantity, whatever stands before them …
 _UNIT_AFTER = re.compile(
     r" ?-?(?:%|(?:bits?|bytes?|[kmgt]i?b|px|pixels?|[kmg]?hz|rpm|k?m|cm|mm|kg|lbs?|tons?|miles?"
-    r"|feet|ft|dollars?|cents?|euros?|usd|acres|volts?|watts?|copies|votes?|lines?|words?)\b)",
-    re.IGNORECASE,
+    r"|feet|ft|dollars?|cents?|euros?|usd|acres|volts?|watts?|copies|votes?|lines?|words?)\b)"
 )
 # … and nouns that make them one unless a word such as "in" dates them ("in 2019 people …").
 _COUNTED_AFTER = re.compile(
     r" ?-?(?:people|persons|shares?|units?|points?|times|hours?|minutes?|seconds?|days?|weeks?"
-    r"|years?|users?|employees)\b",
-    re.IGNORECASE,
+    r"|years?|users?|employees)\b"
 )
 _NUMBER_BEFORE = re.compile(
     r"(?:\b(?:pages?|pp?|nos?|number|rfc|iso|din|ieee|ansi|ports?|sections?|sec|room|bugs?|closes"
     r"|issues?|version|v|model|chapter|item|lines?|figure|fig|table|id|code|zip|suite|box|error"
-    r"|width|height|size|lp|ms|kb)\b[.:]?|[#$€£¥§№~^=+*<>]) ?#?$",
-    re.IGNORECASE,
+    r"|width|height|size|lp|ms|kb)\b[.:]?|[#$€£¥§№~^=+*<>]) ?#?$"
 )
 # CVE-2013-2063: the number after a year that belongs to an identifier.
 _SERIAL_BEFORE = re.compile(r"[A-Za-z][-/]\d{4}[-\u2013]$")
 _CUE_BEFORE = re.compile(
     r"\b(?:in|since|during|until|till|before|after|of|from|to|through|years?|fiscal|fy|early|late"
     r"|mid|spring|summer|autumn|fall|winter|q[1-4]|quarter|half|and|between|around|circa|by|for)"
-    r"[ \n-]$|\b[fc]y$|(?<!\d)\d{4}[-\u2013]$",
-    re.IGNORECASE,
+    r"[ \n-]$|\b[fc]y$|(?<!\d)\d{4}[-\u2013]$"
 )
 # Talk of what will be: words that bind to the year itself, and words of its sentence.
 _OUTLOOK_BEFORE = re.compile(
-    r"\b(?:by|until|till|through|before)(?: the)?(?: end of| year| fiscal year| fiscal)?[ \n]$",
-    re.IGNORECASE,
+    r"\b(?:by|until|till|through|before)(?: the)?(?: end of| year| fiscal year| fiscal)?[ \n]$"
 )
 _OUTLOOK_NEAR = re.compile(
     r"\b(?:will|shall|would|expect\w*|expir\w*|matur\w*|due (?:in|on|by)|plan(?:s|ned|ning)?"
     r"|forecast\w*|project(?:ed|ions?)|goals?|targets?|future|budget\w*|propos\w*|estimated to"
     r"|anticipat\w*|schedul\w*|deadline|horizon|upcoming|coming years?|next|no later than"
-    r"|beginning|starting|hopes? to|aims? to|intend\w*|outlook)\b",
-    re.IGNORECASE,
+    r"|beginning|starting|hopes? to|aims? to|intend\w*|outlook)\b"
 )
 _SENTENCE = re.compile(r"[.!?][\"')\]]?\s")
 
@@ -164,15 +158,16 @@ class MentionFinder:
             if (day - _EPOCH).days > self.cutoff_day
         }
         self._entity_days = later
+        self.first_year = first_year
+        self.later_names = frozenset(later)
         names = "|".join(re.escape(name) for name in sorted(later, key=lambda n: (-len(n), n)))
         self._entity = re.compile(rf"(?<!\w)(?:{names})(?!\w)") if later else None
         years = year_expression(first_year)
         self._year = re.compile(years)
-        quoted = [years, *(re.escape(name) for name in sorted(later))]
-        self.prefilter = "|".join(quoted)
-        """RE2 expression that every text with a mention matches (and some without)."""
-        self.entity_prefilter = "|".join(quoted[1:]) or None
-        """The part of it that speaks of dated names; ``None`` if none is later."""
+        self.year_prefilter = years
+        """RE2 expression that every text with a year after the cutoff matches."""
+        self.name_prefilter = "|".join(map(re.escape, sorted(later))) or None
+        """The same of dated names; ``None`` if none is later."""
 
     def find(self, text: str, *, has_entity: bool = True) -> list[Mention]:
         """Mentions in order of offset, at most ``MAX_PER_DOCUMENT``; the surest are kept.
@@ -222,8 +217,8 @@ class MentionFinder:
 
 def _is_outlook(text: str, start: int, end: int) -> bool:
     """Whether the year at ``start`` is spoken of as still to come, in its own sentence."""
-    before, after = text[max(0, start - 80) : start], text[end : end + 60]
-    if _OUTLOOK_BEFORE.search(before) is not None:
+    before, after = text[max(0, start - 80) : start].lower(), text[end : end + 60].lower()
+    if before[-1:] in {" ", "\n"} and _OUTLOOK_BEFORE.search(before[-32:]) is not None:
         return True
     sentence = _SENTENCE.split(before)[-1] + "0" + _SENTENCE.split(after)[0]
     return _OUTLOOK_NEAR.search(sentence) is not None
@@ -251,19 +246,24 @@ def _judge_year(text: str, start: int, end: int) -> tuple[int, int] | None:
         return (ENTITY, _days(year, 1, 1)) if identifier else None
     if (iso := _iso_day(after)) is not None:
         return FULL_DATE, _days(year, *iso)
-    if (named := _MONTH_BEFORE.search(before)) is not None:
-        month = _MONTHS.index(named[2][:3].lower()) + 1
+    # The windows are as long as what they are searched for; most places have none of it.
+    low, low_after = before.lower(), after.lower()
+    spaced = previous in {" ", "\n", "-"}
+    named = _MONTH_BEFORE.search(low) if spaced and _SOME_MONTH.search(low) else None
+    if named is not None:
+        month = _MONTHS.index(named[2][:3]) + 1
         day = int(named[3] or named[1] or 1)
         return FULL_DATE, _days(year, month, day if 1 <= day <= 31 else 1)
-    if (slashes := _SLASHES_BEFORE.search(before)) is not None:
+    slashes = _SLASHES_BEFORE.search(before) if previous in {"-", "/", "."} else None
+    if slashes is not None:
         first, second = int(slashes[1]), int(slashes[2])
         month = min(m for m in (first, second, 12) if 1 <= m <= 12)  # the earlier reading
         return FULL_DATE, _days(year, month, 1)
-    if _UNIT_AFTER.match(after) or _NUMBER_BEFORE.search(before):
+    if _UNIT_AFTER.match(low_after) or _NUMBER_BEFORE.search(low[-16:]):
         return None
-    if year <= _LAST_KNOWABLE_YEAR and _CUE_BEFORE.search(before):
+    if year <= _LAST_KNOWABLE_YEAR and _CUE_BEFORE.search(low[-12:]):
         return CUED_YEAR, _days(year, 1, 1)
-    return None if _COUNTED_AFTER.match(after) else (BARE_YEAR, _days(year, 1, 1))
+    return None if _COUNTED_AFTER.match(low_after) else (BARE_YEAR, _days(year, 1, 1))
 
 
 def _dated_identifier(before: str, after: str) -> bool | None:
