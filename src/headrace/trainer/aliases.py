@@ -146,6 +146,10 @@ def _gradient_checkpointing(value: Any) -> dict[str, Any]:
     return {"engine": {"activations": "recompute" if value else "keep"}}
 
 
+def _deterministic(value: Any) -> dict[str, Any]:
+    return {"engine": {"deterministic": True}} if value else {}
+
+
 def _use_cpu(value: Any) -> dict[str, Any]:
     return {"device": "cpu"} if value else {}
 
@@ -190,6 +194,8 @@ def _lora_target(value: Any) -> dict[str, Any]:
 CONVERTED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "bf16": _bf16,
     "gradient_checkpointing": _gradient_checkpointing,
+    "deterministic": _deterministic,
+    "full_determinism": _deterministic,
     "use_cpu": _use_cpu,
     "no_cuda": _use_cpu,
     "auto_resume_from_checkpoints": _auto_resume,

@@ -298,6 +298,15 @@ def test_an_alias_that_contradicts_is_refused():
     assert config.engine.activations == "keep"
 
 
+@pytest.mark.parametrize("name", ["deterministic", "full_determinism"])
+def test_determinism_goes_by_the_names_of_others(name):
+    config, notes = resolve(BASE | {name: True, "engine": {"activations": "keep"}})
+    assert config.engine.deterministic
+    assert config.engine.activations == "keep"
+    assert any(note.startswith(f"{name}: ") for note in notes)
+    assert not resolve(BASE | {name: False})[0].engine.deterministic
+
+
 def test_the_schema_describes_every_key():
     schema = json.loads(json.dumps(json_schema()))
     assert schema["additionalProperties"] is False
