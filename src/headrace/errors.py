@@ -10,7 +10,8 @@
     ├── CheckpointError      exit 1   a checkpoint is missing, partial or inconsistent
     │   └── DamagedCheckpointError    its contents are not what was saved
     ├── NumericsError        exit 1   training diverged beyond what skipping a step repairs
-    └── LaneError            exit 1   a transfer or update lane failed in the middle of a step
+    ├── LaneError            exit 1   a transfer or update lane failed in the middle of a step
+    └── RankError            exit 1   another process of the run failed, or was never met
 
 Every message says what was given, the limit, the reason and the remedy. A broken
 invariant is an ``assert``, never one of these.
@@ -85,3 +86,7 @@ class NumericsError(HeadraceError):
 
 class LaneError(HeadraceError):
     """A transfer or update lane failed in the middle of a step."""
+
+
+class RankError(HeadraceError):
+    """Another process of the run failed, or was never met."""

@@ -184,7 +184,7 @@ def test_without_dropout_nothing_is_drawn(plain, monkeypatch):
     def refuse(*_args, **_kwargs):
         raise AssertionError("seeds were drawn")
 
-    monkeypatch.setattr("headrace.engine.step.draw_seeds", refuse)
+    monkeypatch.setattr("headrace.engine.agreement.draw_seeds", refuse)
     spec = ModelSpec.from_config(plain, lora=LoraSettings(rank=3))
     assert not [m for m in spec.parts.layers.modules() if isinstance(m, SeededDropout)]
     state = filled_state(spec)

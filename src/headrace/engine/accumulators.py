@@ -24,12 +24,23 @@ class Accumulators:
     def __init__(
         self,
         layouts: Sequence[UnitLayout],
+        sizes: Sequence[int],
         *,
         num_slots: int,
         device: torch.device,
         exposure: Exposure,
     ) -> None:
+        """Allocate nothing yet.
+
+        Args:
+            layouts: of all units.
+            sizes: elements of each one's gradient, with what an exchange between ranks adds.
+            num_slots: accumulators that layers take turns in.
+            device: of compute.
+            exposure: told of waits.
+        """
         self._layouts = layouts
+        self._sizes = sizes
         self._num_slots = num_slots
         self._device = device
         self._exposure = exposure
@@ -44,9 +55,9 @@ class Accumulators:
             for slot in self._layers:
                 self._exposure.reuse(slot)
             if wanted == len(layers):
-                sizes = [layout.num_trainable for layout in layers]
+                sizes = list(self._sizes[1:-1])
             else:
-                sizes = [max(layout.num_trainable for layout in layers)] * wanted
+                sizes = [max(self._sizes[1:-1])] * wanted
             shared = wanted < len(layers)
             self._layers = [GradientSlot(size, self._device, shared=shared) for size in sizes]
 
@@ -82,7 +93,7 @@ class Accumulators:
     def _pair(self) -> tuple[GradientSlot, GradientSlot]:
         if self._ends is None:
             self._ends = (
-                GradientSlot(self._layouts[0].num_trainable, self._device),
-                GradientSlot(self._layouts[-1].num_trainable, self._device),
+                GradientSlot(self._sizes[0], self._device),
+                GradientSlot(self._sizes[-1], self._device),
             )
         return self._ends

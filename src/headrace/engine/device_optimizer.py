@@ -16,8 +16,8 @@ from headrace.kernels.coefficients import coefficients
 
 if TYPE_CHECKING:
     from headrace.engine.host_optimizer import Chunk, HostOptimizer, UpdateSettings
+    from headrace.engine.norms import BlockNorms
     from headrace.engine.slots import GradientSlot
-    from headrace.engine.update import BlockNorms
     from headrace.store.state import ModelState
 
 
@@ -53,24 +53,32 @@ class DeviceOptimizer:
     def retain(self, unit: int, slot: GradientSlot) -> None:
         """Keep a unit's complete gradient until its update.
 
-        A slot of the unit's own keeps it in place; a shared one may be overwritten by later
-        compute.
+        A slot of the unit's own keeps it in place; one that is shared, or that other ranks'
+        parts lie in, may be overwritten by later compute.
         """
-        source = slot.flat[: self._state.layouts[unit].num_trainable]
-        if slot.shared:
-            retained = self._retained.get(unit)
-            if retained is None:
-                retained = torch.empty(source.numel(), dtype=self._dtype, device=self._device)
+        piece = self._state.shards[unit].trained
+        source = slot.flat[piece.start : piece.stop]
+        moves = slot.shared or not self._state.shards[unit].is_whole
+        if moves:
+            retained = self.reserve(unit)
         else:
-            retained = source.view(self._dtype)[: source.numel()]
-        self._retained[unit] = retained
+            retained = self._retained[unit] = source.view(self._dtype)[: source.numel()]
         for chunk in self._host.chunks[unit]:
-            part = slice(chunk.start, chunk.stop)
-            if retained.dtype != source.dtype or slot.shared:
+            part = self._host.own(chunk)
+            if retained.dtype != source.dtype or moves:
                 # In place a chunk lands on float32 values that it, or one before, was read from.
                 retained[part] = source[part].to(self._dtype)
             self._norms.record(chunk, retained[part])
         self._landed[unit] = Mark.here(self._device)
+
+    def reserve(self, unit: int) -> torch.Tensor:
+        """Memory for the gradient of a unit that does not stay in its slot."""
+        retained = self._retained.get(unit)
+        if retained is None:
+            size = self._state.shards[unit].trained.numel
+            retained = torch.empty(size, dtype=self._dtype, device=self._device)
+            self._retained[unit] = retained
+        return retained
 
     def wait(self) -> None:
         """Block the host until the norms of retained gradients are known."""
@@ -82,7 +90,7 @@ class DeviceOptimizer:
         """AdamW on a chunk, ordered after the compute stream's work so far."""
         self._state.before_update(chunk.unit)
         unit = self._state.units[chunk.unit]
-        part = slice(chunk.start, chunk.stop)
+        part = self._host.own(chunk)
         factors = coefficients(
             grad_scale=settings.gradient_scale, **self._host.factors(chunk, settings)
         )
@@ -96,5 +104,5 @@ class DeviceOptimizer:
             )
 
     def gradient(self, unit: int) -> torch.Tensor:
-        """The retained gradient of a unit, flat."""
+        """The retained gradient of a unit, flat; of several ranks this one's part."""
         return self._retained[unit]

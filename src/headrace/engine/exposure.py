@@ -76,17 +76,17 @@ class Exposure:
 
     def wait(self, slot: Slot) -> None:
         """Wait until a weight slot is filled."""
-        if slot.ready is None:  # the unit's own weights
+        if slot.ready is None or slot.sent is None:  # the unit's own weights
             return
         begun = self._stamp()
         started = time.perf_counter()
         slot.ready.wait_on_stream()
         if begun is not None:
-            self._stalls.append(Stall("h2d", begun, timed_event(), slot.ready.begun))
+            self._stalls.append(Stall("h2d", begun, timed_event(), slot.sent.begun))
         elif self._in_step:
             ended = time.perf_counter()
             # What was spent before the copy could start was spent on the unit's update.
-            copying = min(max(slot.ready.work_started or started, started), ended)
+            copying = min(max(slot.sent.work_started or started, started), ended)
             self.seconds["update"] += copying - started
             self.seconds["h2d"] += ended - copying
         if self.tracer is not None:

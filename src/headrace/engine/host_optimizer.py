@@ -1,7 +1,7 @@
 """AdamW on chunks of the host state: parameter groups, and what each kernel call needs to know.
 
-Invariants: a chunk lies in one parameter group; it is updated as a whole or, when refused, not at
-all. Not thread-safe: the update lane is the only caller.
+Invariants: a chunk lies in one parameter group and in this rank's shard; it is updated as a whole
+or, when refused, not at all. Not thread-safe: the update lane is the only caller.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Chunk:
     Attributes:
         unit: which unit.
         index: position among the unit's chunks.
-        start: first element.
+        start: first element, counted through the whole unit.
         stop: element after the last.
         group: parameter group.
     """
@@ -72,7 +72,7 @@ class HostOptimizer:
         num_threads: int,
         chunk_elements: int,
     ) -> None:
-        """Plan the chunks, at most ``chunk_elements`` long, and start the kernels' threads."""
+        """Plan the chunks, cut at multiples of ``chunk_elements``; start the kernels' threads."""
         self._state = state
         self._optimizer = optimizer
         split = state.dtype == "bfloat16"
@@ -80,12 +80,19 @@ class HostOptimizer:
         self._invert = kernels.invert_split if split else kernels.invert_float32
         self._correct = kernels.correct_split if split else kernels.correct_float32
         self._pool = kernels.Pool(num_threads)
+        self.segments = [plan_segments(layout, self._group_of) for layout in state.layouts]
         self.chunks: list[list[Chunk]] = []
-        for unit, layout in enumerate(state.layouts):
+        for unit, segments in enumerate(self.segments):
+            piece = state.shards[unit].trained
+            bounds = [
+                (max(segment.start, piece.start), min(segment.stop, piece.stop), segment.group)
+                for segment in segments
+            ]
             ranges = [
-                (segment.start + start, segment.start + stop, segment.group)
-                for segment in plan_segments(layout, self._group_of)
-                for start, stop in split_range(0, segment.stop - segment.start, chunk_elements)
+                (start, stop, group)
+                for first, last, group in bounds
+                if first < last
+                for start, stop in split_range(first, last, chunk_elements)
             ]
             self.chunks.append([Chunk(unit, i, *r) for i, r in enumerate(ranges)])
         self._headroom = {chunk: Headroom() for unit in self.chunks for chunk in unit}
@@ -139,7 +146,7 @@ class HostOptimizer:
         planes = self._state.units[chunk.unit].arrays
         assert planes is not None, "a unit on the device was given to the host"
         self._state.before_update(chunk.unit)
-        elements = slice(chunk.start, chunk.stop)
+        elements = self.own(chunk)
         factors = self.factors(chunk, settings)
         applied: bool = kernel(
             *(plane[elements] for plane in planes.master),
@@ -153,6 +160,11 @@ class HostOptimizer:
             **scales,
         )
         return applied
+
+    def own(self, chunk: Chunk) -> slice:
+        """Where a chunk lies in this rank's planes."""
+        begin = self._state.shards[chunk.unit].trained.start
+        return slice(chunk.start - begin, chunk.stop - begin)
 
     def factors(self, chunk: Chunk, settings: UpdateSettings) -> dict[str, Any]:
         """What AdamW takes for a chunk besides arrays and scales: its group's settings."""

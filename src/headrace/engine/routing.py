@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from headrace.models.routing import AuxiliaryLoss, RouterOutput
+    from headrace.parallel.ranks import Ranks
 
 
 @dataclass
@@ -56,13 +57,17 @@ class RoutingReport:
 class StepRouting:
     """Collects router outputs of one step."""
 
-    def __init__(self, loss: AuxiliaryLoss | None, weights: Sequence[float]) -> None:
+    def __init__(
+        self, loss: AuxiliaryLoss | None, weights: Sequence[float], num_counted: int | None = None
+    ) -> None:
         """Begin a step.
 
         Args:
             loss: the model's balancing loss, None or coefficient 0 for none.
             weights: each micro-batch's share of the global batch.
+            num_counted: micro-batches whose load is reported; all by default.
         """
+        self._num_counted = len(weights) if num_counted is None else num_counted
         self._loss = loss if loss is not None and loss.coefficient else None
         self._balances = [_Balance(weight) for weight in weights]
         self._load: dict[int, torch.Tensor] = {}
@@ -75,7 +80,7 @@ class StepRouting:
         for output in outputs:
             if self._loss is not None:
                 self._add(self._balances[micro_batch], output, self._loss.top_k)
-            if output.chosen_NK is not None:
+            if output.chosen_NK is not None and micro_batch < self._num_counted:
                 load_X = count(output.chosen_NK, output.logits_NX.shape[1])
                 self._load[layer] = self._load[layer] + load_X if layer in self._load else load_X
         self._prints[layer, micro_batch] = _prints(outputs)
@@ -112,8 +117,8 @@ class StepRouting:
         slope_X = share_X * (factor / balance.num_rows)
         return [(o.logits_NX, auxiliary_gradient(o.logits_NX, slope_X)) for o in outputs]
 
-    def report(self) -> RoutingReport:
-        """Sums of the step, read from the device.
+    def report(self, ranks: Ranks) -> RoutingReport:
+        """Sums of the step over all ranks, read from the device.
 
         Raises:
             NumericsError: recompute routed a token elsewhere than forward did.
@@ -126,10 +131,14 @@ class StepRouting:
             )
         loss = None
         if self._loss is not None:
-            loss = sum(self._value(balance) for balance in self._balances)
+            (loss,) = ranks.sums([sum(self._value(balance) for balance in self._balances)])
         busiest, idle = {}, {}
-        for layer, load_X in self._load.items():
-            rows = load_X.cpu()
+        loads = {layer: load_X.cpu().double() for layer, load_X in sorted(self._load.items())}
+        if loads:
+            counts = ranks.sums(torch.cat(list(loads.values())).tolist())
+            parts = torch.split(torch.tensor(counts), [len(load) for load in loads.values()])
+            loads = dict(zip(loads, parts, strict=True))
+        for layer, rows in loads.items():
             busiest[layer] = float(rows.max() / rows.mean())
             idle[layer] = int((rows == 0).sum())
         return RoutingReport(auxiliary_loss=loss, busiest=busiest, num_idle=idle)

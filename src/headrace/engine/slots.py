@@ -30,7 +30,9 @@ class Slot:
         flat: ``(size,)`` in the compute dtype.
         full: float32, the values of parameters that are computed in float32 although the state
             is split (see :attr:`headrace.store.layout.ParamSpec.low_offset`).
-        ready: the transfer that filled it; None for a slot that is never filled.
+        sent: the transfer that begins to fill it.
+        ready: the one that completes it: the same, or an exchange between ranks; None for a slot
+            that is never filled.
         free: the point after its last reader.
     """
 
@@ -39,6 +41,7 @@ class Slot:
     ) -> None:
         self.flat = torch.zeros(size, dtype=dtype, device=device)
         self.full = torch.zeros(full_size, dtype=torch.float32, device=device)
+        self.sent: Ticket | None = None
         self.ready: Ticket | None = None
         self.free: Mark | None = None
         self._leaves: dict[int, dict[str, torch.Tensor]] = {}

@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Self
 import torch
 
 from headrace.batch import IGNORE_INDEX, MicroBatch
+from headrace.engine import agreement
 from headrace.engine.accumulators import Accumulators
 from headrace.engine.clipping import ClippingPolicy, clip_coefficient
 from headrace.engine.config import AdamWConfig, EngineConfig
+from headrace.engine.exchange import Exchange
 from headrace.engine.exposure import Exposure
 from headrace.engine.host_optimizer import UpdateSettings
 from headrace.engine.lanes import Mark, indexed_device, random_delay
@@ -34,13 +36,14 @@ from headrace.engine.windows import Windows
 from headrace.errors import ConfigError, DataError
 from headrace.models.capture import CallCapture
 from headrace.models.compiling import CompileCounts, Compiler
-from headrace.models.dropout import draw_seeds
 from headrace.models.scores import ScoreRecorder, TokenScores
 from headrace.models.templates import Templates
+from headrace.parallel.ranks import Ranks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from headrace.engine.agreement import GlobalBatch
     from headrace.models.spec import ModelSpec
     from headrace.store.state import ModelState
 
@@ -59,6 +62,7 @@ class Engine:
         optimizer: AdamWConfig | None = None,
         *,
         dropout_seed: int = 0,
+        ranks: Ranks | None = None,
     ) -> None:
         """Allocate slots and start the lanes.
 
@@ -69,6 +73,8 @@ class Engine:
             config: how a step runs.
             optimizer: AdamW's settings.
             dropout_seed: of what adapters with dropout drop in :meth:`step`, and nowhere else.
+            ranks: that train together, each with its shard of the state; every one of them calls
+                every method alike, each with its own micro-batches. None for one alone.
 
         Raises:
             CapacityError: host or device memory will not do.
@@ -78,6 +84,8 @@ class Engine:
         self.device = indexed_device(torch.device(device))
         self.config = config or EngineConfig()
         self._dropout_seed = dropout_seed
+        self.ranks = ranks or Ranks()
+        assert state.share.num_ranks == self.ranks.size, "the state is sharded otherwise"
         if self.config.device_units not in (None, state.device_units):
             raise ConfigError(
                 f"engine.device_units is {self.config.device_units}, but the state was allocated "
@@ -107,8 +115,19 @@ class Engine:
         jitter = random_delay(self.config.lane_jitter_seconds)
         self._tracer = Tracer.wanted(self.config, self.device)
         self._exposure = Exposure(self.device, self._tracer)
+        self._exchange: Exchange | None = None
+        if self.ranks.size > 1:
+            self._exchange = Exchange(
+                self.ranks, state, self.config, self.device, jitter, tracer=self._tracer
+            )
         self.updater = Updater(
-            state, optimizer or AdamWConfig(), self.config, self.device, jitter, tracer=self._tracer
+            state,
+            optimizer or AdamWConfig(),
+            self.config,
+            self.device,
+            jitter,
+            tracer=self._tracer,
+            exchange=self._exchange,
         )
         self._windows = Windows(
             state,
@@ -118,9 +137,11 @@ class Engine:
             dtype=self.compute_dtype,
             exposure=self._exposure,
             jitter=jitter,
+            exchange=self._exchange,
         )
         self._accumulators = Accumulators(
             spec.units,
+            [shard.gradient_size for shard in state.shards],
             num_slots=self.config.gradient_slots,
             device=self.device,
             exposure=self._exposure,
@@ -151,6 +172,8 @@ class Engine:
         self._waves.close()
         self._windows.close()
         self.updater.close()
+        if self._exchange is not None:
+            self._exchange.close()
         if self._tracer is not None:
             self._tracer.close()
 
@@ -175,7 +198,9 @@ class Engine:
         """One optimizer step over the global batch ``micro_batches``.
 
         Args:
-            micro_batches: at least one; their supervised tokens are weighted alike.
+            micro_batches: at least one; their supervised tokens are weighted alike. Of several
+                ranks, this one's part, also none: micro-batch ``m`` of rank ``r`` is number
+                ``m * num_ranks + r`` of the global batch.
             learning_rate: of this step.
             max_grad_norm: clip the 2-norm of the whole gradient; None or 0 for no clipping.
 
@@ -184,8 +209,8 @@ class Engine:
             NumericsError: gradients were non-finite for many steps in a row.
             LaneError: a transfer or update failed.
         """
-        micro_batches = self._cut(micro_batches)
-        num_supervised = sum(batch.num_supervised_tokens for batch in micro_batches)
+        given, whole = micro_batches, self._whole(micro_batches)
+        micro_batches, num_supervised = whole.micro_batches, whole.num_supervised
         if num_supervised == 0:
             raise DataError("no token of this step's batch is supervised: every target is -100")
         self._exposure.begin_step(self.state.optimizer_step + 1)
@@ -198,13 +223,14 @@ class Engine:
         routing = StepRouting(
             self.spec.auxiliary_loss,
             [batch.num_supervised_tokens / num_supervised for batch in micro_batches],
+            num_counted=whole.num_own,
         )
         loss_sum = self._waves.forward_backward(
             micro_batches,
             scale=1.0 / num_supervised,
             early=early,
             routing=routing,
-            dropout_seeds=self._dropout_seeds(micro_batches, step),
+            dropout_seeds=self._dropout_seeds(given, micro_batches, step),
         )
         Mark.here(self.device).synchronize()
         self._exposure.end_compute()
@@ -213,8 +239,9 @@ class Engine:
         norm = self.updater.gradient_norm()
         ended = time.perf_counter()
         self._exposure.seconds["d2h"] += ended - waiting
-        loss = float(loss_sum) / num_supervised
-        routed = routing.report()
+        (all_losses,) = self.ranks.sums([float(loss_sum)])
+        loss = all_losses / num_supervised
+        routed = routing.report(self.ranks)
         skipped = not math.isfinite(norm)
         coefficient = clip_coefficient(norm, max_grad_norm)
         self.updater.settle(
@@ -239,7 +266,7 @@ class Engine:
         return StepResult(
             loss=loss,
             num_supervised_tokens=num_supervised,
-            num_tokens=sum(batch.num_tokens for batch in micro_batches),
+            num_tokens=whole.num_tokens,
             grad_norm=norm,
             skipped=skipped,
             exposed_seconds=dict(self._exposure.seconds),
@@ -257,8 +284,10 @@ class Engine:
         Returns:
             Micro-batches of a wave, with which the same step may be tried again; or None: waves
             cannot be smaller, or updates were applied before the norm was known, so that the
-            step cannot be repeated exactly.
+            step cannot be repeated exactly, or other ranks are in the middle of it.
         """
+        if self.ranks.size > 1:
+            return None
         size = self._waves.size(num_micro_batches)
         if not self.updater.abandon() or size == 1:
             return None
@@ -269,20 +298,23 @@ class Engine:
         return size // 2
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
-        """Cross-entropy of ``micro_batches`` without gradients, wave by wave."""
-        micro_batches = self._cut(micro_batches)
+        """Cross-entropy of ``micro_batches``, of all ranks', without gradients, wave by wave."""
+        whole = self._whole(micro_batches)
         loss_sum = 0.0
-        for batches, hidden in self._waves.forward_only(micro_batches):
+        for batches, hidden in self._waves.forward_only(whole.micro_batches):
             for batch, hidden_BTD in zip(batches, hidden, strict=True):
                 windows = self._windows
                 loss = self._passes.head_loss(windows.head, windows.embed, hidden_BTD, batch)
                 loss_sum += float(loss)
-        num_supervised = sum(batch.num_supervised_tokens for batch in micro_batches)
         self._windows.release_ends()
-        return EvalResult(loss_sum=loss_sum, num_supervised_tokens=num_supervised)
+        (loss_sum,) = self.ranks.sums([loss_sum])
+        return EvalResult(loss_sum=loss_sum, num_supervised_tokens=whole.num_supervised)
 
     def score(self, micro_batches: Sequence[MicroBatch]) -> list[TokenScores]:
-        """Log-probability of every target of each micro-batch, without gradients."""
+        """Log-probability of every target of each micro-batch, without gradients.
+
+        Several ranks give as many micro-batches each.
+        """
         scores = []
         for batches, hidden in self._waves.forward_only(micro_batches):
             for batch, hidden_BTD in zip(batches, hidden, strict=True):
@@ -327,16 +359,23 @@ class Engine:
         return result_BTD.float().cpu()
 
     def _dropout_seeds(
-        self, micro_batches: Sequence[MicroBatch], step: int
+        self, given: Sequence[MicroBatch], run: Sequence[MicroBatch], step: int
     ) -> Sequence[torch.Tensor] | None:
-        """Of each micro-batch, ``(layers, B)``; rows are counted through the global batch."""
+        """Of each micro-batch that is run, on the device."""
         if not self.spec.drops:
             return None
-        rows = [len(batch.input_ids_BT) for batch in micro_batches]
-        seeds_LR = draw_seeds(
-            self._dropout_seed, step, num_layers=self.spec.num_layers, num_rows=sum(rows)
+        seeds = agreement.dropout_seeds(
+            self.ranks,
+            given,
+            run,
+            seed=self._dropout_seed,
+            step=step,
+            num_layers=self.spec.num_layers,
         )
-        return torch.split(seeds_LR.to(self.device, non_blocking=True), rows, dim=1)
+        return [seeds_LB.to(self.device, non_blocking=True) for seeds_LB in seeds]
+
+    def _whole(self, micro_batches: Sequence[MicroBatch]) -> GlobalBatch:
+        return agreement.agree_on_batch(self.ranks, self._cut(micro_batches))
 
     def _cut(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         rows = self.config.rows_per_micro_batch

@@ -6,8 +6,8 @@ the correction's error; a unit is not sent again before its update is done; a st
 is not finite leaves the state as it was.
 
 The gradient returns in ``gradient_dtype`` and stays on the host until the norm is known. The norm
-is taken of the returned values, over blocks of fixed length, so that it depends neither on chunks
-nor on threads.
+is taken of the returned values (:mod:`headrace.engine.norms`). Of several ranks each returns and
+updates its shard of the gradient's sum; all of them know the norm of the whole.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from headrace import kernels
@@ -25,8 +24,10 @@ from headrace.engine.clipping import ChunkGate
 from headrace.engine.device_optimizer import DeviceOptimizer
 from headrace.engine.host_optimizer import Chunk, HostOptimizer, UpdateSettings
 from headrace.engine.lanes import Lane, Mark, Ticket
+from headrace.engine.norms import BlockNorms
 from headrace.errors import NumericsError
 from headrace.store.arena import Arena
+from headrace.store.ranges import NORM_BLOCK
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,11 +35,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from headrace.engine.config import AdamWConfig, EngineConfig
+    from headrace.engine.exchange import Exchange
     from headrace.engine.slots import GradientSlot
     from headrace.engine.trace import Tracer
     from headrace.store.state import ModelState
-
-NORM_BLOCK = 1 << 16
 
 
 class Updater:
@@ -46,7 +46,7 @@ class Updater:
 
     Attributes:
         state: what it updates.
-        updated: for each unit the last queued update, which the next dispatch waits for.
+        updated: for each unit what its next dispatch waits for, the last queued update.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class Updater:
         jitter: Callable[[], float] | None,
         *,
         tracer: Tracer | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         """Allocate room for the returned gradients and start both lanes.
 
@@ -66,6 +67,7 @@ class Updater:
         """
         self.state = state
         self._device = device
+        self._exchange = exchange
         wanted = config.gradient_dtype or state.dtype
         self._dtype = torch.bfloat16 if wanted == "bfloat16" else torch.float32
         blocks = max(1, config.chunk_bytes // self._dtype.itemsize // NORM_BLOCK)
@@ -77,8 +79,8 @@ class Updater:
             chunk_elements=blocks * NORM_BLOCK,
         )
         counts = [
-            0 if unit.on_device else layout.num_trainable
-            for unit, layout in zip(state.units, state.layouts, strict=True)
+            0 if unit.on_device else shard.trained.numel
+            for unit, shard in zip(state.units, state.shards, strict=True)
         ]
         self._arena = Arena(
             sum(counts) * self._dtype.itemsize,
@@ -91,7 +93,12 @@ class Updater:
             self._pending.append(self._arena.tensor(offset, count, self._dtype))
             offset += count * self._dtype.itemsize
         self._arrays = [_as_numpy(pending) for pending in self._pending]
-        self._norms = BlockNorms(self._optimizer.chunks, pinned=device.type == "cuda")
+        self._norms = BlockNorms(
+            state.layouts,
+            self._optimizer.segments,
+            self._optimizer.chunks,
+            pinned=device.type == "cuda",
+        )
         self._on_device = DeviceOptimizer(
             state, self._optimizer, self._norms, device=device, dtype=self._dtype
         )
@@ -105,7 +112,7 @@ class Updater:
         )
         self._early: set[Chunk] = set()  # updated before the norm was known
         self._returned: list[Ticket | None] = [None] * len(counts)
-        self.updated: list[Ticket | None] = [None] * len(counts)
+        self.updated: list[Ticket | Mark | None] = [None] * len(counts)
 
     @property
     def pending_bytes(self) -> int:
@@ -124,14 +131,27 @@ class Updater:
 
         Returns:
             The last transfer, or None when there is none: nothing of the unit is trained, or its
-            state is on the device.
+            state is on the device and no other rank has a part of it.
         """
         slot.finish()
-        if self.state.units[unit].on_device:
+        on_device = self.state.units[unit].on_device
+        if on_device and self._exchange is None:
             self._on_device.retain(unit, slot)
             return None
         after: list[Ticket | Mark | None] = [Mark.here(self._device), self.updated[unit]]
         ticket = None
+        if self._exchange is not None and self.state.layouts[unit].num_trainable:
+            ticket = self._exchange.reduce(unit, slot)
+            after.append(ticket)
+        if on_device:
+            self._on_device.reserve(unit)  # by the thread that allocates for compute
+            ticket = self._d2h.submit(
+                lambda: self._on_device.retain(unit, slot),
+                after,
+                label=self.state.layouts[unit].name,
+            )
+            slot.returned = self._returned[unit] = ticket
+            return ticket
         for chunk in self._optimizer.chunks[unit]:
             work = self._return_work(chunk, slot)
             ticket = self._d2h.submit(work, after, label=self.state.layouts[unit].name)
@@ -144,7 +164,7 @@ class Updater:
 
     def _return_work(self, chunk: Chunk, slot: GradientSlot) -> Callable[[], None]:
         source = slot.flat[chunk.start : chunk.stop]
-        target = self._pending[chunk.unit][chunk.start : chunk.stop]
+        target = self._pending[chunk.unit][self._optimizer.own(chunk)]
 
         def work() -> None:
             landed = target
@@ -177,13 +197,16 @@ class Updater:
             if ticket is not None:
                 ticket.synchronize()
         self._on_device.wait()
-        norm = self._norms.total()
+        norm = self._norms.total(None if self._exchange is None else self._exchange.joined)
         if self._tracer is not None:
             self._tracer.add_host("clip", "wait for the norm", begun)
         return norm
 
     def returned_gradient(self, unit: int) -> torch.Tensor:
-        """A unit's last gradient as its update sees it, flat; valid until the next step."""
+        """A unit's last gradient as its update sees it, flat; valid until the next step.
+
+        Of several ranks, this one's part.
+        """
         if self.state.units[unit].on_device:
             return self._on_device.gradient(unit)
         return self._pending[unit]
@@ -206,6 +229,8 @@ class Updater:
                 if unit.on_device:
                     if finite:
                         self._on_device.update(chunk, settings)
+                    if self._exchange is not None:  # it is sent from there
+                        self.updated[chunk.unit] = Mark.here(self._device)
                     continue
                 work = self._finish if finite else self._undo
                 self.updated[chunk.unit] = self._update.submit(
@@ -276,42 +301,6 @@ def _bind(
     work: Callable[[Chunk, UpdateSettings], None], chunk: Chunk, settings: UpdateSettings
 ) -> Callable[[], None]:
     return lambda: work(chunk, settings)
-
-
-class BlockNorms:
-    """2-norms of a step's gradients over blocks of fixed length, where the host can read them."""
-
-    def __init__(self, chunks: list[list[Chunk]], *, pinned: bool) -> None:
-        counts = {
-            chunk: -(-(chunk.stop - chunk.start) // NORM_BLOCK) for unit in chunks for chunk in unit
-        }
-        self._all = torch.zeros(sum(counts.values()), dtype=torch.float32, pin_memory=pinned)
-        parts = torch.split(self._all, list(counts.values()))
-        self._norms = dict(zip(counts, parts, strict=True))
-
-    def record(self, chunk: Chunk, values: torch.Tensor) -> None:
-        """Take the norms of a chunk's values, in the current stream."""
-        whole = values.numel() // NORM_BLOCK * NORM_BLOCK
-        norms = []
-        if whole:
-            blocks = values[:whole].view(-1, NORM_BLOCK)
-            norms.append(torch.linalg.vector_norm(blocks, dim=1, dtype=torch.float32))
-        if whole < values.numel():
-            norms.append(torch.linalg.vector_norm(values[whole:], dtype=torch.float32).view(1))
-        self._norms[chunk].copy_(torch.cat(norms), non_blocking=True)
-
-    def of(self, chunk: Chunk) -> float:
-        """The norm of a chunk."""
-        return _norm_of_norms(self._norms[chunk])
-
-    def total(self) -> float:
-        """The norm of everything."""
-        return _norm_of_norms(self._all)
-
-
-def _norm_of_norms(norms: torch.Tensor) -> float:
-    """In float64, whose rounding no float32 norm sees; numpy sums in an order of its own."""
-    return math.sqrt(float(np.square(norms.numpy(), dtype=np.float64).sum()))
 
 
 def _as_numpy(tensor: torch.Tensor) -> NDArray[Any]:

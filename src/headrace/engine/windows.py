@@ -18,9 +18,12 @@ if TYPE_CHECKING:
     import torch
 
     from headrace.engine.config import EngineConfig
+    from headrace.engine.exchange import Exchange
     from headrace.engine.exposure import Exposure
+    from headrace.engine.lanes import Ticket
     from headrace.engine.update import Updater
-    from headrace.store.state import ModelState
+    from headrace.store.ranges import Piece
+    from headrace.store.state import ModelState, UnitState
 
 
 class Windows:
@@ -42,25 +45,29 @@ class Windows:
         dtype: torch.dtype,
         exposure: Exposure,
         jitter: Callable[[], float] | None,
+        exchange: Exchange | None = None,
     ) -> None:
         """Allocate the slots and start the H2D lane."""
         self._state = state
         self._updater = updater
         self._device = device
         self._exposure = exposure
+        self._exchange = exchange
         self._poison = config.poison_slots
         layouts = state.layouts
         self._num_layers = len(layouts) - 2
         full = [full_size(layout) if state.dtype == "bfloat16" else 0 for layout in layouts]
-        # A unit on the device is its own slot, unless compute wants another type.
+        # A unit on the device is its own slot, unless compute wants another type or other ranks
+        # have parts of it.
         own = {
             index: Slot.over(unit.weights, full_size=full[index])
             for index, unit in enumerate(state.units)
-            if unit.on_device and unit.weights.dtype == dtype
+            if unit.on_device and unit.weights.dtype == dtype and unit.shard.is_whole
         }
+        sizes = [shard.slot_size for shard in state.shards]
         streamed = [i for i in range(1, len(layouts) - 1) if i not in own]
         num_slots = max(2, min(config.weight_slots, len(streamed) + 1)) if streamed else 0
-        size = max((layouts[i].size for i in streamed), default=0)
+        size = max((sizes[i] for i in streamed), default=0)
         most = max((full[i] for i in streamed), default=0)
         self.layers = [Slot(size, dtype, device, full_size=most) for _ in range(num_slots)]
         self._num_streaming = num_slots
@@ -69,10 +76,8 @@ class Windows:
             if 0 < index < len(layouts) - 1:
                 self._resident[index - 1] = len(self.layers)
                 self.layers.append(slot)
-        self.embed = own.get(0) or Slot(layouts[0].size, dtype, device, full_size=full[0])
-        self.head = own.get(len(layouts) - 1) or Slot(
-            layouts[-1].size, dtype, device, full_size=full[-1]
-        )
+        self.embed = own.get(0) or Slot(sizes[0], dtype, device, full_size=full[0])
+        self.head = own.get(len(layouts) - 1) or Slot(sizes[-1], dtype, device, full_size=full[-1])
         self._streams_ends = (0 not in own, len(layouts) - 1 not in own)
         self._tracer = exposure.tracer
         self._h2d = Lane(
@@ -167,19 +172,30 @@ class Windows:
 
     def _fetch(self, unit: int, slot: Slot) -> None:
         state = self._state.units[unit]
-        source = state.weights
-        target = slot.flat[: source.numel()]
-        poison = self._poison
+        after: list[Ticket | Mark | None] = [self._updater.updated[unit], slot.free]
+        for number, (piece, at) in enumerate(state.shard.pieces):
+            send = self._send(state, slot, piece, at, first=number == 0)
+            sent = slot.ready = self._h2d.submit(send, after, label=state.layout.name)
+            if number == 0:
+                slot.sent = sent
+            if self._exchange is not None:
+                slot.ready = self._exchange.gather(unit, slot.flat, piece, sent)
+            after = [slot.ready]  # a gathered piece reaches into the next one's place
+
+    def _send(
+        self, state: UnitState, slot: Slot, piece: Piece, at: int, *, first: bool
+    ) -> Callable[[], None]:
+        source = state.weights[at : at + piece.numel]
+        target = slot.flat[piece.start : piece.stop]
 
         def work() -> None:
-            if poison:
-                slot.poison()
-            state.refresh_low_halves()
+            if first:
+                if self._poison:
+                    slot.poison()
+                state.refresh_low_halves()
             target.copy_(source, non_blocking=True)
 
-        slot.ready = self._h2d.submit(
-            work, [self._updater.updated[unit], slot.free], label=state.layout.name
-        )
+        return work
 
 
 class Walk:

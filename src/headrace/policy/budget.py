@@ -2,7 +2,8 @@
 
 Counts what the engine allocates (slots, accumulators, resident state) and what a step holds at its
 peak, the end of forward, when the activations of a wave, the head's chunk and a layer's temporaries
-exist together. Pure.
+exist together. Of several ranks it counts one: its shard of state and gradients, and slots that
+hold whole units. Pure.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headrace.engine.offload import IN_FLIGHT
+from headrace.store.ranges import Share, unit_shard
 from headrace.units import format_bytes
 
 if TYPE_CHECKING:
     from headrace.engine.config import EngineConfig
     from headrace.models.spec import ModelSpec
     from headrace.store.layout import UnitLayout
+    from headrace.store.ranges import UnitShard
     from headrace.store.state import StateDtype
 
 _BF16, _FP32 = 2, 4
@@ -96,6 +99,7 @@ def step_budget(
     workload: Workload,
     *,
     cpu: bool = False,
+    num_ranks: int = 1,
 ) -> Budget:
     """What a run with these settings needs on a CUDA device and its host.
 
@@ -108,23 +112,25 @@ def step_budget(
         dtype: of the state.
         workload: the tokens of a step.
         cpu: the model runs on the host.
+        num_ranks: that share the state; the figures are those of one.
     """
     layouts = spec.units
-    resident = layouts[: config.device_units or 0]
-    streamed = layouts[len(resident) :]
+    shards = [unit_shard(layout, Share(num_ranks=num_ranks)) for layout in layouts]
+    resident = shards[: config.device_units or 0]
+    streamed = shards[len(resident) :]
     compute = _BF16 if dtype == "bfloat16" and not cpu else _FP32
     returned = _FP32 if config.gradient_dtype == "float32" or dtype == "float32" else _BF16
     device = {
-        "state on the device": sum(_state_bytes(layout, dtype) for layout in resident),
-        "gradients kept on the device": returned * _retained_elements(layouts, config, workload),
-        "weight slots": compute * _slot_elements(layouts, len(resident), config),
-        "gradient accumulators": _FP32 * _accumulator_elements(layouts, config, workload),
+        "state on the device": sum(_state_bytes(shard, dtype) for shard in resident),
+        "gradients kept on the device": returned * _retained_elements(shards, config, workload),
+        "weight slots": compute * _slot_elements(shards, len(resident), config),
+        "gradient accumulators": _FP32 * _accumulator_elements(shards, config, workload),
         "activations": _activation_bytes(spec, config, workload, compute),
         "temporaries": _temporary_bytes(spec, config, workload, compute, cpu=cpu),
     }
     host = {
-        "state": sum(_state_bytes(layout, dtype) for layout in streamed),
-        "returned gradients": sum(returned * layout.num_trainable for layout in streamed),
+        "state": sum(_state_bytes(shard, dtype) for shard in streamed),
+        "returned gradients": sum(returned * shard.trained.numel for shard in streamed),
         "offloaded activations": offloaded_bytes(spec, config, workload, compute),
     }
     return Budget(device=device, host=host)
@@ -141,38 +147,38 @@ def kept_elements_per_token(spec: ModelSpec, layer: UnitLayout) -> int:
     return outputs + int(config.num_attention_heads * head_size)
 
 
-def _state_bytes(layout: UnitLayout, dtype: StateDtype) -> int:
+def _state_bytes(shard: UnitShard, dtype: StateDtype) -> int:
     weights = _BF16 if dtype == "bfloat16" else _FP32
-    return weights * layout.size + (12 - weights) * layout.num_trainable
+    return weights * shard.numel + (12 - weights) * shard.trained.numel
 
 
-def _slot_elements(layouts: tuple[UnitLayout, ...], num_resident: int, config: EngineConfig) -> int:
-    streamed_layers = [layout for i, layout in enumerate(layouts[1:-1], 1) if i >= num_resident]
+def _slot_elements(shards: list[UnitShard], num_resident: int, config: EngineConfig) -> int:
+    if not shards[0].is_whole:  # what is on the device is gathered in a slot, too
+        num_resident = 0
+    streamed_layers = [shard for i, shard in enumerate(shards[1:-1], 1) if i >= num_resident]
     num_slots = min(config.weight_slots, len(streamed_layers) + 1) if streamed_layers else 0
-    elements = num_slots * max((layout.size for layout in streamed_layers), default=0)
-    elements += 0 if num_resident > 0 else layouts[0].size
-    return elements + (0 if num_resident >= len(layouts) else layouts[-1].size)
+    elements = num_slots * max((shard.slot_size for shard in streamed_layers), default=0)
+    elements += 0 if num_resident > 0 else shards[0].slot_size
+    return elements + (0 if num_resident >= len(shards) else shards[-1].slot_size)
 
 
-def _accumulator_elements(
-    layouts: tuple[UnitLayout, ...], config: EngineConfig, workload: Workload
-) -> int:
-    layers = layouts[1:-1]
-    ends = layouts[0].num_trainable + layouts[-1].num_trainable
+def _accumulator_elements(shards: list[UnitShard], config: EngineConfig, workload: Workload) -> int:
+    layers = shards[1:-1]
+    ends = shards[0].gradient_size + shards[-1].gradient_size
     if workload.num_waves(config) > 1:
-        return ends + sum(layout.num_trainable for layout in layers)
+        return ends + sum(shard.gradient_size for shard in layers)
     count = min(config.gradient_slots, len(layers))
-    return ends + count * max(layout.num_trainable for layout in layers)
+    return ends + count * max(shard.gradient_size for shard in layers)
 
 
-def _retained_elements(
-    layouts: tuple[UnitLayout, ...], config: EngineConfig, workload: Workload
-) -> int:
-    """Gradients that must leave an accumulator in which layers take turns."""
+def _retained_elements(shards: list[UnitShard], config: EngineConfig, workload: Workload) -> int:
+    """Gradients that must leave an accumulator in which layers, or ranks, take turns."""
+    num_resident = config.device_units or 0
+    if not shards[0].is_whole:
+        return sum(shard.trained.numel for shard in shards[:num_resident])
     if workload.num_waves(config) > 1:
         return 0
-    num_resident = config.device_units or 0
-    return sum(u.num_trainable for u in layouts[1 : min(num_resident, len(layouts) - 1)])
+    return sum(s.trained.numel for s in shards[1 : min(num_resident, len(shards) - 1)])
 
 
 def _activation_bytes(

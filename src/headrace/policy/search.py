@@ -53,6 +53,7 @@ def choose(
     device_bytes: int,
     host_bytes: int,
     rates: Rates,
+    num_ranks: int = 1,
 ) -> Choice:
     """Fill in what is None: units on the device, rows, waves, layers that offload or recompute.
 
@@ -64,6 +65,7 @@ def choose(
         device_bytes: the device's memory.
         host_bytes: host memory that may be used.
         rates: the machine's speeds.
+        num_ranks: that share the state; memory and speeds are those of one.
 
     Raises:
         CapacityError: nothing fits; the message has the arithmetic of the nearest miss.
@@ -76,6 +78,7 @@ def choose(
             workload,
             room=Room(device_bytes=device_bytes, host_bytes=host_bytes),
             rates=rates,
+            num_ranks=num_ranks,
         )
     )
 
@@ -119,6 +122,7 @@ def fitting_choices(
     *,
     room: Room,
     rates: Rates,
+    num_ranks: int = 1,
 ) -> list[Choice]:
     """Every placement that fits, with its predicted time; at least one.
 
@@ -139,7 +143,7 @@ def fitting_choices(
                 count: int | None, candidate: EngineConfig = candidate, cut: Workload = cut
             ) -> Budget:
                 complete = replace(candidate, recompute_layers=count)
-                return step_budget(spec, complete, dtype, cut, cpu=cpu)
+                return step_budget(spec, complete, dtype, cut, cpu=cpu, num_ranks=num_ranks)
 
             count = config.recompute_layers
             if count is None:
@@ -154,7 +158,7 @@ def fitting_choices(
                     nearest = budget
                 continue
             complete = replace(candidate, recompute_layers=count)
-            time = predict_step(spec, complete, cut, rates)
+            time = predict_step(spec, complete, cut, rates, num_ranks=num_ranks)
             fitting.append(Choice(config=complete, workload=cut, budget=budget, time=time))
             if not count:
                 break  # nothing is recomputed: offloading more gains nothing

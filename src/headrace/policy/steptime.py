@@ -3,7 +3,8 @@
 Forward walks over the units; a unit may start when its weights are there, and a streamed unit's
 weights are sent only after the host has updated it (``deferred`` clipping, the slower case). What
 compute then waits for is exposed. Backward needs each streamed unit once more and returns its
-gradient. Pure.
+gradient. Of several ranks each sends, returns and updates its share, and what they exchange adds to
+what is sent. Pure.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class Rates:
         device_update_parameters: parameters a second that the device updates.
         device_bytes: bytes a second that the device reads and writes.
         attention: model FLOPs a second of attention, as a share of ``flops``.
+        exchange_bytes: bytes a second that a rank takes from others.
     """
 
     flops: float
@@ -45,6 +47,7 @@ class Rates:
     device_update_parameters: float
     device_bytes: float
     attention: float = ATTENTION_RATE
+    exchange_bytes: float = 100e9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +72,12 @@ class StepTime:
 
 
 def predict_step(
-    spec: ModelSpec, config: EngineConfig, workload: Workload, rates: Rates
+    spec: ModelSpec,
+    config: EngineConfig,
+    workload: Workload,
+    rates: Rates,
+    *,
+    num_ranks: int = 1,
 ) -> StepTime:
     """Predict a step with bf16 weights on a CUDA device.
 
@@ -77,9 +85,11 @@ def predict_step(
         spec: the model.
         config: with ``device_units`` and ``recompute_layers`` chosen.
         workload: the tokens of a step.
-        rates: the machine's speeds.
+        rates: the speeds of one rank.
+        num_ranks: that share the state.
     """
     layouts = spec.units
+    share, others = 1 / num_ranks, (num_ranks - 1) / num_ranks
     num_resident = config.device_units or 0
     tokens = workload.tokens * workload.micro_batches
     matrices = flops_per_token(spec, 1)
@@ -95,10 +105,10 @@ def predict_step(
     clock = updated = sent = waited_update = waited_h2d = 0.0
     for index, layout in enumerate(layouts):
         if index >= num_resident:
-            updated += layout.num_trainable / rates.update_parameters
+            updated += share * layout.num_trainable / rates.update_parameters
             waited_update += max(0.0, updated - clock)
             clock = max(clock, updated)
-            sent = max(sent, updated) + 2 * layout.size / rates.h2d_bytes
+            sent = max(sent, updated) + 2 * layout.size * share / rates.h2d_bytes
             waited_h2d += max(0.0, sent - clock)
             clock = max(clock, sent)
         if 0 < index < len(layouts) - 1:
@@ -108,14 +118,18 @@ def predict_step(
     moved = sum(layout.size for layout in streamed)
     passes = 2 * waves - 1 if len(streamed) > config.weight_slots else 0
     between = backward + spec.num_layers * layer_forward * (waves - 1) / waves
-    waited_h2d += max(0.0, 2 * moved * passes / rates.h2d_bytes - between)
-    waited_d2h = max(0.0, 2 * moved / rates.d2h_bytes - backward / waves)
+    waited_h2d += max(0.0, 2 * moved * share * passes / rates.h2d_bytes - between)
+    waited_d2h = max(0.0, 2 * moved * share / rates.d2h_bytes - backward / waves)
+    # Weights twice a wave in two bytes, sums of gradients once in four.
+    whole = sum(layout.size for layout in layouts)
+    exchanged = others * whole * (2 * 2 * waves + 4) / rates.exchange_bytes
+    waited_exchange = max(0.0, exchanged - between - layer_forward * spec.num_layers / waves)
     resident = sum(layout.num_trainable for layout in layouts[:num_resident])
     trained = sum(layout.num_trainable for layout in layouts)
     compute = (3 * spec.num_layers + recomputed) * layer_forward + head
     # Every micro-batch reads and writes the float32 sums.
     compute += 2 * 4 * trained * workload.micro_batches / rates.device_bytes
-    compute += resident / rates.device_update_parameters
+    compute += share * resident / rates.device_update_parameters
     away = offloaded_bytes(spec, config, workload)
     compute += 2 * away * waves / rates.device_bytes  # copies take the memory's time, too
     meanwhile = (spec.num_layers - recomputed) * layer_forward / waves
@@ -127,4 +141,6 @@ def predict_step(
         "d2h": waited_d2h,
         "offload": waited_offload,
     }
+    if num_ranks > 1:
+        exposed["exchange"] = waited_exchange
     return StepTime(seconds=compute + sum(exposed.values()), compute=compute, exposed=exposed)

@@ -39,9 +39,9 @@ from headrace.store.safetensors_io import SafetensorsReader, read_index
 from headrace.store.shards import (
     ShardWriter,
     adapter_groups,
+    described_optimizer,
     described_weights,
     optimizer_groups,
-    optimizer_tensors,
     weight_groups,
     write_shards,
 )
@@ -197,10 +197,10 @@ def load_checkpoint(path: str | Path, spec: ModelSpec, state: ModelState) -> dic
     optimizer = read_optimizer_index(path)
     with SafetensorsReader() as reader:
         for unit in state.units:
-            for name, target in optimizer_tensors(unit).items():
+            for name, (described, param, kind) in described_optimizer(unit).items():
                 value = reader.get(optimizer[name], name)
-                check_tensor(value, target, name, path)
-                target.copy_(value)
+                check_tensor(value, described, name, path)
+                unit.set_plane(param, kind, value)
     state.optimizer_step = record["optimizer_step"]
     return dict(record["trainer_state"])
 

@@ -18,7 +18,7 @@ from headrace.store.safetensors_io import (
     read_weight_map,
     tensor_names,
 )
-from headrace.store.shards import described_weights, optimizer_tensors
+from headrace.store.shards import described_optimizer, described_weights
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -50,7 +50,11 @@ def check_same_model(path: Path, spec: ModelSpec, state: ModelState) -> None:
         _check_set(path, found, map(described_adapter, state.units))
     else:
         _check_weights(path, spec, state)
-    _check_set(path, read_optimizer_index(path), map(optimizer_tensors, state.units))
+    planes = (
+        {name: tensor for name, (tensor, _, _) in described_optimizer(unit).items()}
+        for unit in state.units
+    )
+    _check_set(path, read_optimizer_index(path), planes)
 
 
 def _check_weights(path: Path, spec: ModelSpec, state: ModelState) -> None:

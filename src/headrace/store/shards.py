@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
+import torch
+
 from headrace.store.adapter_files import adapter_tensors, described_adapter, merged
 from headrace.store.safetensors_io import StreamWriter, write_json
 
@@ -17,10 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    import torch
-
     from headrace.models.spec import ModelSpec
     from headrace.store.conversion import WeightNames
+    from headrace.store.layout import ParamSpec
     from headrace.store.snapshot import StateSource
     from headrace.store.state import UnitState
 
@@ -79,7 +80,7 @@ def optimizer_groups(source: StateSource) -> list[TensorGroup]:
     """The optimizer's planes of every unit, by parameter name."""
     return [
         TensorGroup(
-            described={n: tensor.to("meta") for n, tensor in optimizer_tensors(unit).items()},
+            described={n: tensor for n, (tensor, _, _) in described_optimizer(unit).items()},
             make=lambda index=index: optimizer_tensors(source.unit(index)),  # type: ignore[misc]  # bound here
         )
         for index, unit in enumerate(source.described)
@@ -87,15 +88,23 @@ def optimizer_groups(source: StateSource) -> list[TensorGroup]:
 
 
 def optimizer_tensors(unit: UnitState) -> dict[str, torch.Tensor]:
-    """Views of a unit's planes by parameter name and kind."""
-    planes = {"exp_avg": unit.exp_avg, "exp_avg_sq": unit.exp_avg_sq}
-    if unit.remainder is not None:
-        planes["remainder"] = unit.remainder
+    """Views of a whole unit's planes by parameter name and kind."""
+    assert unit.shard.is_whole, "a shard has no whole parameters"
     return {
         f"{p.name}.{kind}": plane[p.slice].view(p.shape)
         for p in unit.layout.params
         if p.trainable
-        for kind, plane in planes.items()
+        for kind, plane in unit.planes.items()
+    }
+
+
+def described_optimizer(unit: UnitState) -> dict[str, tuple[torch.Tensor, ParamSpec, str]]:
+    """The same on the meta device, each with its parameter and kind; also of a shard."""
+    return {
+        f"{p.name}.{kind}": (torch.empty(p.shape, dtype=plane.dtype, device="meta"), p, kind)
+        for p in unit.layout.params
+        if p.trainable
+        for kind, plane in unit.planes.items()
     }
 
 

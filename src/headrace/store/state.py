@@ -3,7 +3,8 @@
 Invariants: with ``dtype="bfloat16"`` the fp32 master weight is ``(hi << 16) + lo`` exactly, ``hi``
 being the bf16 value that compute uses; state is 12 bytes a trainable parameter and 2 a frozen
 one. With ``dtype="float32"`` the master is plain fp32: 12 and 4 bytes. One copy, whatever the
-number of readers. Nothing here knows the engine or files.
+number of readers: of several ranks each holds its shard (:mod:`headrace.store.ranges`) alone.
+Nothing here knows the engine or files.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from headrace import kernels
 from headrace.errors import CapacityError, ConfigError, DataError
 from headrace.store.arena import Arena
+from headrace.store.ranges import Share, UnitShard, unit_shard
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,7 +45,11 @@ class HasUnits(Protocol):
 class UnitState:
     """Flat views of one unit's planes. Lengths: ``size`` for weights, ``num_trainable`` else.
 
+    Of several ranks' units they are a shard: lengths are ``shard.numel`` and
+    ``shard.trained.numel``, and what is stored of a parameter is the part that lies here.
+
     Attributes:
+        shard: which elements of the unit the planes hold.
         weights: bfloat16 (the ``hi`` plane) or float32 ``(size,)``; what is sent to the device.
         remainder: int16 (the ``lo`` plane) ``(num_trainable,)``, None when weights are float32.
         exp_avg: float32 ``(num_trainable,)``.
@@ -60,8 +66,10 @@ class UnitState:
         exp_avg_sq: torch.Tensor,
         *,
         on_device: bool = False,
+        shard: UnitShard | None = None,
     ) -> None:
         self.layout = layout
+        self.shard = shard or unit_shard(layout, Share())
         self.on_device = on_device
         self._kernels = kernels.load()
         self.weights = weights
@@ -106,10 +114,25 @@ class UnitState:
             None if self.remainder is None else taken(self.remainder),
             taken(self.exp_avg),
             taken(self.exp_avg_sq),
+            shard=self.shard,
         )
+
+    @property
+    def planes(self) -> dict[str, torch.Tensor]:
+        """What only updates touch, by name: of trainable elements."""
+        planes = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+        if self.remainder is not None:
+            planes["remainder"] = self.remainder
+        return planes
+
+    def set_plane(self, param: ParamSpec, name: str, value: torch.Tensor) -> None:
+        """Store a trainable parameter's part of one of :attr:`planes`."""
+        own, given = self.shard.own(param.offset, param.numel)
+        self.planes[name][own].copy_(value.reshape(-1)[given])
 
     def master(self, param: ParamSpec) -> torch.Tensor:
         """A float32 copy of a parameter's master weight, in its shape."""
+        assert self.shard.is_whole, "a shard has no whole parameters"
         weights = self.weights[param.slice].cpu()
         low = None
         if self.remainder is not None and param.trainable:
@@ -143,6 +166,7 @@ class UnitState:
             return
         for param in self.layout.float32_params:
             if param.trainable:
+                assert self.shard.is_whole, "low halves of a shard are other ranks', too"
                 low = self.weights[param.low_slice].view(torch.int16)
                 low.copy_(self.remainder[param.slice])
 
@@ -167,33 +191,35 @@ class UnitState:
             flat = flat.to(torch.float32)
         if not bool(torch.isfinite(flat).all()):
             raise DataError(f"{param.name} has NaN or infinite values; refusing to load it")
+        own, given = self.shard.own(param.offset, param.numel)
         if self.remainder is None:
-            self.weights[param.slice].copy_(flat)
+            self.weights[own].copy_(flat[given])
             return
         if flat.dtype == torch.bfloat16:
-            self.weights[param.slice].copy_(flat)
-            for low in self._low_halves(param):
+            self.weights[own].copy_(flat[given])
+            for low, _ in self._low_halves(param):
                 low.zero_()
             return
         source = np.ascontiguousarray(flat.to(torch.float32).numpy())
         low_host = torch.empty(param.numel, dtype=torch.int16)
-        # Planes on the device are split on the host and sent; on the host .cpu() is the plane.
-        high = self.weights[param.slice]
-        high_host = high.cpu()
+        high_host = torch.empty(param.numel, dtype=torch.bfloat16)
         bits = high_host.view(torch.uint16).numpy()
         if not self._kernels.split_float32(source, bits, low_host.numpy()):
             raise DataError(f"{param.name} has values that round to infinity in bfloat16")
-        if self.on_device:
-            high.copy_(high_host)
-        for low in self._low_halves(param):
-            low.copy_(low_host)
+        self.weights[own].copy_(high_host[given])
+        for low, part in self._low_halves(param):
+            low.copy_(low_host[part])
 
-    def _low_halves(self, param: ParamSpec) -> list[torch.Tensor]:
-        """Everywhere that the low halves of a split parameter are kept, as int16."""
+    def _low_halves(self, param: ParamSpec) -> list[tuple[torch.Tensor, slice]]:
+        """Everywhere that low halves of a parameter are kept, as int16, and which these are."""
         assert self.remainder is not None
-        kept = [self.remainder[param.slice]] if param.trainable else []
+        kept = []
+        if param.trainable:
+            own, given = self.shard.own(param.offset, param.numel)
+            kept.append((self.remainder[own], given))
         if param.low_offset is not None:
-            kept.append(self.weights[param.low_slice].view(torch.int16))
+            own, given = self.shard.own(param.low_offset, param.numel)
+            kept.append((self.weights[own].view(torch.int16), given))
         return kept
 
 
@@ -226,7 +252,7 @@ class ModelState:
     """All units of a model.
 
     Host units lie in two arenas, what is sent and what only updates touch; the first
-    ``device_units`` lie on the device.
+    ``device_units`` lie on the device. Each of several ranks holds its shard of every unit.
     """
 
     def __init__(
@@ -236,6 +262,7 @@ class ModelState:
         *,
         device: torch.device | str = "cpu",
         device_units: int = 0,
+        share: Share | None = None,
     ) -> None:
         """Allocate zeroed state for ``layouts``.
 
@@ -246,6 +273,7 @@ class ModelState:
             device_units: how many units, from the embedding on, have all their state on
                 ``device``: they are neither sent nor returned, and updated there. The first ones,
                 because a step needs them first, while the host still updates the others.
+            share: which rank of how many this is; one has everything.
 
         Raises:
             CapacityError: the host or the device does not have the memory.
@@ -261,22 +289,25 @@ class ModelState:
                 "(embedding, layers, head)"
             )
         self.device_units = device_units
-        host = self.layouts[device_units:]
+        self.share = share or Share()
+        self.shards = tuple(unit_shard(layout, self.share) for layout in self.layouts)
+        host = self.shards[device_units:]
         split = dtype == "bfloat16"
-        sent_bytes = (2 if split else 4) * sum(layout.size for layout in host)
-        kept_bytes = (10 if split else 8) * sum(layout.num_trainable for layout in host)
+        sent_bytes = (2 if split else 4) * sum(shard.numel for shard in host)
+        kept_bytes = (10 if split else 8) * sum(shard.trained.numel for shard in host)
         cuda = device.type == "cuda"
         self._sent = Arena(sent_bytes, name="working weights", register_cuda=cuda)
         self._kept = Arena(kept_bytes, name="optimizer state", register_cuda=False)
         self.units: list[UnitState] = []
         sent = kept = 0
         weight_dtype = torch.bfloat16 if split else torch.float32
-        for layout in self.layouts[:device_units]:
-            self.units.append(_unit_on_device(layout, weight_dtype, device))
-        for layout in host:
-            weights = self._sent.tensor(sent, layout.size, weight_dtype)
+        sharded = list(zip(self.layouts, self.shards, strict=True))
+        for layout, shard in sharded[:device_units]:
+            self.units.append(_unit_on_device(layout, shard, weight_dtype, device))
+        for layout, shard in sharded[device_units:]:
+            weights = self._sent.tensor(sent, shard.numel, weight_dtype)
             sent += weights.nbytes
-            n = layout.num_trainable
+            n = shard.trained.numel
             exp_avg = self._kept.tensor(kept, n, torch.float32)
             exp_avg_sq = self._kept.tensor(kept + 4 * n, n, torch.float32)
             kept += 8 * n
@@ -284,7 +315,9 @@ class ModelState:
             if split:
                 remainder = self._kept.tensor(kept, n, torch.int16)
                 kept += 2 * n
-            self.units.append(UnitState(layout, weights, remainder, exp_avg, exp_avg_sq))
+            self.units.append(
+                UnitState(layout, weights, remainder, exp_avg, exp_avg_sq, shard=shard)
+            )
 
     @classmethod
     def allocate(
@@ -294,9 +327,10 @@ class ModelState:
         *,
         device: torch.device | str = "cpu",
         device_units: int = 0,
+        share: Share | None = None,
     ) -> ModelState:
         """Zeroed state for a model; see the class for the arguments."""
-        return cls(spec.units, dtype, device=device, device_units=device_units)
+        return cls(spec.units, dtype, device=device, device_units=device_units, share=share)
 
     def before_update(self, unit: int) -> None:
         """Called before a unit's planes change; waits for a snapshot that still needs them."""
@@ -305,7 +339,7 @@ class ModelState:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of master weights and moments, alignment not counted."""
+        """Bytes of master weights and moments of all ranks, alignment not counted."""
         frozen = 2 if self.dtype == "bfloat16" else 4
         trainable = sum(layout.num_trainable_parameters for layout in self.layouts)
         total = sum(param.numel for layout in self.layouts for param in layout.params)
@@ -316,7 +350,7 @@ class ModelState:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes that weights and moments really take, alignment included."""
+        """Bytes that this rank's weights and moments really take, alignment included."""
         on_device = sum(unit.num_bytes for unit in self.units[: self.device_units])
         return self._sent.num_bytes + self._kept.num_bytes + on_device
 
@@ -328,19 +362,18 @@ class ModelState:
 
 
 def _unit_on_device(
-    layout: UnitLayout, weight_dtype: torch.dtype, device: torch.device
+    layout: UnitLayout, shard: UnitShard, weight_dtype: torch.dtype, device: torch.device
 ) -> UnitState:
-    n = layout.num_trainable
+    n = shard.trained.numel
     try:
-        weights = torch.zeros(layout.size, dtype=weight_dtype, device=device)
+        weights = torch.zeros(shard.numel, dtype=weight_dtype, device=device)
         moments = [torch.zeros(n, dtype=torch.float32, device=device) for _ in range(2)]
         remainder = None
         if weight_dtype == torch.bfloat16:
             remainder = torch.zeros(n, dtype=torch.int16, device=device)
     except torch.OutOfMemoryError as error:
         raise CapacityError(
-            f"the device has no room for the state of unit {layout.name} "
-            f"({12 * layout.num_trainable:,} bytes)",
+            f"the device has no room for the state of unit {layout.name} ({12 * n:,} bytes)",
             remedy="lower engine.device_units",
         ) from error
-    return UnitState(layout, weights, remainder, *moments, on_device=True)
+    return UnitState(layout, weights, remainder, *moments, on_device=True, shard=shard)

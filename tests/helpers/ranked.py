@@ -1,0 +1,76 @@
+"""What ranks run in the tests of :mod:`headrace.parallel`, and the same on one rank."""
+
+from __future__ import annotations
+
+import torch
+
+from headrace.engine import AdamWConfig, Engine, EngineConfig
+from headrace.models.spec import ModelSpec
+from headrace.store.loading import initialise
+from headrace.store.ranges import Share
+from headrace.store.state import ModelState
+from tiny import make_batches
+
+
+def trained(
+    ranks,
+    *,
+    config,
+    dtype="float32",
+    steps=3,
+    num_batches=6,
+    max_grad_norm=0.5,
+    learning_rate=1e-3,
+    device_units=0,
+    cuts=(),
+    **settings,
+):
+    """Train a fresh tiny model; what the steps and an evaluation said, and this rank's planes."""
+    spec = ModelSpec(config)
+    share = Share(rank=ranks.rank, num_ranks=ranks.size)
+    state = ModelState(spec.units, dtype, share=share, device_units=device_units)
+    initialise(spec, state, seed=0)
+    results = []
+    engine = Engine(
+        spec,
+        state,
+        "cpu",
+        EngineConfig(**{"update_threads": 1} | settings),
+        AdamWConfig(weight_decay=0.1),
+        ranks=ranks,
+    )
+    with engine:
+        for step in range(steps):
+            batches = make_batches(num_batches, seed=step, cuts=cuts)[ranks.rank :: ranks.size]
+            results.append(
+                engine.step(batches, learning_rate=learning_rate, max_grad_norm=max_grad_norm)
+            )
+        evaluated = engine.evaluate(make_batches(5, seed=99)[ranks.rank :: ranks.size])
+        engine.synchronize()
+    said = [
+        (r.loss, r.grad_norm, r.num_tokens, r.num_supervised_tokens, r.skipped) for r in results
+    ]
+    return said, (evaluated.loss_sum, evaluated.num_supervised_tokens), shard_planes(state)
+
+
+def shard_planes(state):
+    """By unit and kind, with the range of the unit's elements that they are."""
+    found = {}
+    for unit in state.units:
+        trained, frozen = unit.shard.trained, unit.shard.frozen
+        n = trained.numel
+        parts = {"weights": unit.weights[:n], "frozen": unit.weights[n:], **unit.planes}
+        for kind, plane in parts.items():
+            piece = frozen if kind == "frozen" else trained
+            found[unit.layout.name, kind] = (piece.start, plane.float().clone().numpy())
+    return found
+
+
+def joined(shards):
+    """Planes of all ranks in one."""
+    return {
+        key: torch.cat(
+            [torch.from_numpy(s[key][1]) for s in sorted(shards, key=lambda s: s[key][0])]
+        )
+        for key in shards[0]
+    }
