@@ -40,6 +40,9 @@ KINDS = {
     "rival-curve": ("benchmarks.cases.rivals", "curve_case"),
     "agreement": ("benchmarks.cases.agreement", "agreement_case"),
     "start": ("benchmarks.cases.start", "start_case"),
+    "experts": ("benchmarks.cases.experts", "experts_case"),
+    "families": ("benchmarks.cases.families", "families_case"),
+    "hybrid": ("benchmarks.cases.hybrid", "hybrid_case"),
 }
 """Where each kind of case lives: imported in the case's own process only."""
 

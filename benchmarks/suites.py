@@ -141,6 +141,14 @@ def smoke(kind: str, name: str, **arguments: Any) -> Case:
     return Case(name=f"smoke-{name}", kind=kind, arguments=arguments, seconds=20, limit=180)
 
 
+MODELS = [
+    Case(name="moe-30b-a3b-layers", kind="experts", seconds=90),
+    Case(name="families-gpu", kind="families", seconds=200, limit=400),
+    Case(name="hybrid-kernel", kind="hybrid", seconds=90),
+    headrace("30b-a3b", 32 * K, name="moe-30b-a3b-step", num_layers=8,
+             options={"recompute_layers": 0}, seconds=100),
+]  # fmt: skip
+
 _SMALL = {"model": "smoke", "tokens": 256, "sequence": 64, "steps": 1}
 
 SMOKE = [
@@ -162,6 +170,10 @@ SMOKE = [
     smoke("agreement", "loss", model="smoke", steps=12, num_sequences=4, sequence=32, rows=2,
           warm_up=2, learning_rate=1e-2),
     smoke("start", "start", model="smoke", tokens=256, sequence=64),
+    smoke("experts", "experts", model="smoke-moe", num_layers=2, rows=2, sequence=64, repeats=1),
+    smoke("families", "families", names=["Qwen3-MoE"], compiled=False),
+    smoke("hybrid", "hybrid", tokens=200, documents=3, heads=2, size=16, repeats=1,
+          compiled=False),
     smoke("rival", "zero2-offload", rival="zero-offload", rows=[2], **_SMALL),
 ]  # fmt: skip
 
@@ -189,6 +201,7 @@ SUITES: dict[str, list[Case]] = {
     "loss200": [PARITY, AGREEMENT],
     "packing": [PARITY, headrace("8b", 32 * K), PACKED],
     "curve": CURVE,
+    "models": MODELS,
     "profile": [
         CEILINGS,
         headrace("8b", 32 * K, name="profile-8b-32k", trace="trace-8b-32k.json"),

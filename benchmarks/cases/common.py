@@ -49,11 +49,29 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Qwen3's published sizes, and three for checks."""
 
+_EXPERTS = {"norm_topk_prob": True, "tie_word_embeddings": False}
+EXPERT_SHAPES: dict[str, dict[str, Any]] = {
+    "smoke-moe": {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32,
+                  "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+                  "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "vocab_size": 256,
+                  **_EXPERTS},
+    "30b-a3b": {"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+                "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
+                "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
+                "vocab_size": 151936, **_EXPERTS},
+}  # fmt: skip
+"""Qwen3-30B-A3B's published sizes, and a model for checks."""
 
-def qwen3_config(name: str) -> Any:
-    from transformers import Qwen3Config
 
-    return Qwen3Config(max_position_embeddings=32768, **SHAPES[name])
+def qwen3_config(name: str, num_layers: int | None = None) -> Any:
+    """A dense or mixture-of-experts Qwen3 by its name; fewer layers of the same shape if asked."""
+    from transformers import Qwen3Config, Qwen3MoeConfig
+
+    dense = name in SHAPES
+    values = SHAPES[name] if dense else EXPERT_SHAPES[name]
+    if num_layers is not None:
+        values = {**values, "num_hidden_layers": num_layers}
+    return (Qwen3Config if dense else Qwen3MoeConfig)(max_position_embeddings=32768, **values)
 
 
 def step_tokens(

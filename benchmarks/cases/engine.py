@@ -72,11 +72,12 @@ def train_case(
     sequence: int = SEQUENCE,
     mean_document: int | None = None,
     trace: str | None = None,
+    num_layers: int | None = None,
 ) -> dict[str, Any]:
     """Time ``steps`` steps after the warm-up, clipping at 1.0.
 
     Args:
-        model: a name in :data:`benchmarks.cases.common.SHAPES`.
+        model: a name that :func:`benchmarks.cases.common.qwen3_config` knows.
         tokens: of a step.
         options: of the engine; what they leave open is chosen by headrace's search.
         rows: sequences of a micro-batch; None lets the predicted step time choose.
@@ -86,6 +87,7 @@ def train_case(
         mean_document: rows are packed with documents of about that many tokens; None for one
             document a row. Model FLOPs are still counted as if each row were one.
         trace: file for a Chrome trace; the result then says where the time went.
+        num_layers: fewer than the model has.
     """
     from headrace.engine import Engine
     from headrace.models.flops import flops_per_token
@@ -94,7 +96,7 @@ def train_case(
     from headrace.store.state import ModelState
 
     device = default_device()
-    spec = ModelSpec(qwen3_config(model))
+    spec = ModelSpec(qwen3_config(model, num_layers))
     room = _device_room(device, device_gib)
     rates = None
     if room is not None:

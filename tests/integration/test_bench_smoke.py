@@ -101,6 +101,26 @@ def test_parity_holds(capsys):
     assert errors["gradient"] < 1e-4
 
 
+def test_layers_of_experts_have_a_floor(capsys):
+    result = run_here("experts", capsys)
+    parts = dict(result["floor_milliseconds"])
+    assert sum(parts.values()) - parts["all"] == pytest.approx(parts["all"])
+    assert result["kept"]["layer_milliseconds"] > 0
+
+
+def test_families_are_held_against_autograd(capsys):
+    (row,) = run_here("families", capsys).values()
+    assert row["eager"]["gradient"] < 1e-5
+    assert row["eager"]["leak"] < 1e-6
+    assert row["attention"]["attend_by_document"] > 0
+
+
+def test_gated_delta_is_held_against_float32(capsys):
+    result = run_here("hybrid", capsys)
+    assert max(result["paths"]["torch, packed"]["errors"].values()) < 1e-6
+    assert result["paths"]["torch, packed"]["both_milliseconds"] > 0
+
+
 def test_ceilings_are_measured(capsys):
     result = run_here("ceilings", capsys)
     assert result["matmul_tflops"] > 0

@@ -7,6 +7,7 @@ import torch
 from transformers.models.qwen3_next import modeling_qwen3_next as plain
 
 from headrace.models.families.gated_delta import causal_conv, chunk_gated_delta_rule
+from headrace.models.families.gated_delta_chunks import states, unit_lower_inverse
 
 # Chunks hold 64 tokens: documents inside one, across several, ending at a boundary, of one token.
 CUTS = {
@@ -135,3 +136,65 @@ def test_convolution_stops_at_a_documents_start(lengths, activation, bias):
     assert relative(found, wanted) < 1e-6
     whole = causal_conv(hidden, weight, offset, activation)
     assert relative(whole, plain.causal_conv1d_fn(hidden, weight, offset, activation)) < 1e-6
+
+
+@pytest.mark.parametrize("num_chunks", [1, 8, 9, 64, 70])
+def test_grouped_chunks_are_walked_as_in_order(num_chunks):
+    """One level of groups, two, and groups that are not full."""
+    generator = torch.Generator().manual_seed(0)
+    through = torch.rand(1, 2, num_chunks, 1, 1, generator=generator)
+    through[:, :, ::5] = 0  # documents start
+    removed, added = (
+        0.1 * torch.randn(1, 2, num_chunks, 4, size, generator=generator) for size in (4, 3)
+    )
+    removed[:, :, ::5] = 0
+    tensors = [t.requires_grad_() for t in (through, removed, added)]
+    found = states(*tensors, dtype=torch.float32)
+    state, wanted = torch.zeros(1, 2, 4, 3), []
+    for chunk in range(num_chunks):
+        wanted.append(state)
+        state = through[:, :, chunk] * state - removed[:, :, chunk] @ state + added[:, :, chunk]
+    wanted = torch.stack(wanted, dim=2)
+    assert (found - wanted).abs().max() < 1e-6
+    if num_chunks > 1:
+        upstream = torch.randn(found.shape, generator=generator)
+        pairs = [torch.autograd.grad(out, tensors, upstream) for out in (found, wanted)]
+        assert max(relative(a, b) for a, b in zip(*pairs, strict=True)) < 1e-6
+
+
+def test_long_rows_of_many_documents():
+    """Chunks of 16 tokens, so that groups of groups are walked."""
+    lengths = (300, 1, 16, 500, 207, 130)
+    tensors = inputs(1, sum(lengths))
+    out = run(chunk_gated_delta_rule, tensors, cu_seqlens=bounds_of(lengths), chunk_size=16)
+    pieces = []
+    for start, stop in itertools.pairwise(itertools.accumulate(lengths, initial=0)):
+        here = [t[:, start:stop] for t in tensors]
+        pieces.append(run(plain.torch_chunk_gated_delta_rule, here))
+    wanted = torch.cat(pieces, dim=1)
+    assert relative(out, wanted) < 1e-6
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(9))
+    found = torch.autograd.grad(out, tensors, upstream)
+    reference = torch.autograd.grad(wanted, tensors, upstream)
+    assert max(relative(a, b) for a, b in zip(found, reference, strict=True)) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["random", "equal keys"])
+def test_the_triangular_system_is_inverted(kind):
+    """Equal keys: powers of the matrix reach 10 ** 17 and would cancel."""
+    generator = torch.Generator().manual_seed(0)
+    lower = (
+        torch.ones(64, 64)
+        if kind == "equal keys"
+        else torch.randn(3, 64, 64, generator=generator) / 8
+    )
+    lower = lower.tril(-1).requires_grad_()
+    found = unit_lower_inverse(lower)
+    eye = torch.eye(64, dtype=torch.float64)
+    exact = lower.detach().double().requires_grad_()
+    wanted = torch.linalg.inv(eye + exact)
+    assert relative(found.double(), wanted) < 1e-6
+    upstream = torch.randn(found.shape, generator=generator)
+    (gradient,) = torch.autograd.grad(found, lower, upstream)
+    (reference,) = torch.autograd.grad(wanted, exact, upstream.double())
+    assert relative(gradient.double(), reference.tril(-1)) < 1e-6

@@ -8,7 +8,11 @@ import pytest
 import torch
 
 from headrace.models.families import gated_delta_kernel
-from headrace.models.families.gated_delta import _torch_path, chunk_gated_delta_rule, prepare
+from headrace.models.families.gated_delta import (
+    chunk_gated_delta_rule,
+    prepare,
+    torch_gated_delta_rule,
+)
 
 CPU = torch.device("cpu")
 PACKED = torch.tensor([0, 70, 71, 100, 130, 200, 200], dtype=torch.int32)  # padded at its end
@@ -92,7 +96,7 @@ def test_the_operator_stays_in_one_graph(calls):
 
 
 def test_a_right_kernel_passes_its_check(calls):
-    assert gated_delta_kernel.check(CPU, _torch_path) is None
+    assert gated_delta_kernel.check(CPU, torch_gated_delta_rule) is None
     assert len(calls) == 4
 
 
@@ -134,7 +138,7 @@ def _broken(_kernel):
 def test_a_wrong_kernel_is_found_out(calls, monkeypatch, fault, reason):
     right = gated_delta_kernel._kernel()
     monkeypatch.setattr(gated_delta_kernel, "_kernel", lambda: fault(right))
-    assert reason in gated_delta_kernel.check(CPU, _torch_path)
+    assert reason in gated_delta_kernel.check(CPU, torch_gated_delta_rule)
 
 
 @pytest.mark.parametrize(
@@ -153,12 +157,12 @@ def test_versions_with_a_known_fault(capability, triton, faulty):
     assert (gated_delta_kernel.known_fault(capability, triton) is not None) == faulty
 
 
-def test_without_a_gpu_or_the_package_the_torch_path_stays(monkeypatch):
-    gated_delta_kernel.prepare(CPU, compare=_torch_path)
+def test_without_a_gpu_or_the_package_thetorch_gated_delta_rule_stays(monkeypatch):
+    gated_delta_kernel.prepare(CPU, compare=torch_gated_delta_rule)
     assert not gated_delta_kernel.is_used(CPU)
     cuda = torch.device("cuda", 0)
     monkeypatch.setattr(gated_delta_kernel.importlib.util, "find_spec", lambda _: None)
-    gated_delta_kernel.prepare(cuda, compare=_torch_path)
+    gated_delta_kernel.prepare(cuda, compare=torch_gated_delta_rule)
     assert "not installed" in gated_delta_kernel._verdicts["cuda:0"]
     assert not gated_delta_kernel.is_used(cuda)
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 IMPLEMENTATION = "headrace"
+_VARLEN_DTYPES = (torch.bfloat16, torch.float16)  # its kernel knows no others
 EXAMINING = "headrace-examining"  # the same function, with mask functions answered by patterns
 
 
@@ -126,7 +127,7 @@ def attention(
             softcap=softcap,
             sinks_H=s_aux,
         )
-    elif plain:
+    elif plain and query_BHTE.dtype in _VARLEN_DTYPES:
         out_BHTV = _varlen(
             query_BHTE,
             key_BKTE,

@@ -1,4 +1,4 @@
-"""Attention with soft caps and sinks on CUDA: FlexAttention over blocks of documents.
+"""Attention with soft caps and sinks on CUDA, and all of float32: FlexAttention over documents.
 
 Which blocks of 128 x 128 scores exist follows from document boundaries and window by arithmetic
 on block indices: no dense mask is ever made. Sinks need no kernel of their own: with ``lse`` the
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 BLOCK = 128
+_SMALLEST_HEAD = 16  # of the kernels; smaller heads are filled with zeros
 
 
 def attend_flex(
@@ -39,9 +40,11 @@ def attend_flex(
     Returns:
         ``(B, H, T, V)``.
     """
-    B, H, T, _ = query_BHTE.shape
+    B, H, T, E = query_BHTE.shape
+    V = value_BKTV.shape[3]
     document_N = document_numbers(cu_seqlens, B, T, query_BHTE.device)
     joined = [t.transpose(0, 1).flatten(1, 2)[None] for t in (query_BHTE, key_BKTE, value_BKTV)]
+    joined = [F.pad(t, (0, max(0, _SMALLEST_HEAD - t.shape[3]))) for t in joined]
     padding = -(B * T) % BLOCK
     if padding:  # the kernels want whole blocks; padding is a document of its own
         joined = [F.pad(t, (0, 0, 0, padding)) for t in joined]
@@ -52,14 +55,14 @@ def attend_flex(
         *joined,
         score_mod=_soft_cap(softcap),
         block_mask=block_mask(document_N, window),
-        scale=scaling,
+        scale=E**-0.5 if scaling is None else scaling,
         enable_gqa=key_BKTE.shape[1] != H,
         return_aux=AuxRequest(lse=True),
     )
     if sinks_H is not None:
         kept_1HN = torch.sigmoid(more.lse - sinks_H.float()[None, :, None])
         out_1HNV = out_1HNV * kept_1HN[..., None].to(out_1HNV.dtype)
-    out_HNV: torch.Tensor = out_1HNV[0, :, : B * T]
+    out_HNV: torch.Tensor = out_1HNV[0, :, : B * T, :V]
     return out_HNV.reshape(H, B, T, -1).transpose(0, 1)
 
 

@@ -6,9 +6,9 @@ these two functions in place of its own, whatever else it does.
 
 The recurrence (Gated Delta Networks, arXiv:2412.06464), for keys k, values v, decays
 ``exp(g)`` and write strengths beta, is ``S_t = exp(g_t) S_{t-1} (I - beta_t k_t k_t^T) +
-beta_t v_t k_t^T``, ``o_t = S_t q_t``. In chunks of C tokens its corrections solve one triangular
-system (arXiv:2406.06484). Tokens of different documents are uncoupled in that system, read the
-carried state only in the document that it comes from, and write only to that of the last token.
+beta_t v_t k_t^T``, ``o_t = S_t q_t``. In chunks (:mod:`.gated_delta_chunks`) tokens of different
+documents are uncoupled, read the carried state only in the document that it comes from, and write
+only to that of the last token.
 
 Shape legend: B rows, T positions, H heads, K key size, V value size, C tokens of a chunk, G chunks
 of a row, D channels.
@@ -24,6 +24,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812 - its name everywhere
 
 from headrace.models.families import gated_delta_kernel
+from headrace.models.families.gated_delta_chunks import PADDING, chunk_rule
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,16 +32,20 @@ if TYPE_CHECKING:
     from torch import nn
 
 _REPLACED = ("torch_chunk_gated_delta_rule", "causal_conv1d_fn")
-_PADDING = -1  # document number of what fills the last chunk
 
 
 def adapt(model: nn.Module) -> None:
     """Let every gated DeltaNet of ``model`` call the functions of this module."""
     for module in _mixers(model):
         forward = inspect.unwrap(type(module).forward)
+        names = dict(zip(_REPLACED, (chunk_gated_delta_rule, causal_conv), strict=True))
+        scope = forward.__globals__ | names
+        # The compiler takes globals that have a module's name for the module's own, and guards on
+        # what it finds there.
+        del scope["__name__"]
         own = types.FunctionType(
             forward.__code__,
-            forward.__globals__ | {_REPLACED[0]: chunk_gated_delta_rule, _REPLACED[1]: causal_conv},
+            scope,
             forward.__name__,
             forward.__defaults__,
             forward.__closure__,
@@ -52,21 +57,7 @@ def adapt(model: nn.Module) -> None:
 def prepare(model: nn.Module, device: torch.device) -> None:
     """Decide whether the layers of ``model`` use the extra kernel on ``device``."""
     if any(True for _ in _mixers(model)):
-        gated_delta_kernel.prepare(device, compare=_torch_path)
-
-
-def _torch_path(  # noqa: PLR0917 - as the kernel
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
-) -> torch.Tensor:
-    out, _ = chunk_gated_delta_rule(
-        query, key, value, g=g, beta=beta, cu_seqlens=cu_seqlens, use_qk_l2norm_in_kernel=True
-    )
-    return out
+        gated_delta_kernel.prepare(device, compare=torch_gated_delta_rule)
 
 
 def _mixers(model: nn.Module) -> Iterator[nn.Module]:
@@ -114,7 +105,7 @@ def causal_conv(
     for back in range(1, min(width, T)):
         past_BDT = F.pad(source_BDT[:, :, : T - back], (back, 0))
         if document_BT is not None:
-            earlier_BT = F.pad(document_BT[:, : T - back], (back, 0), value=_PADDING)
+            earlier_BT = F.pad(document_BT[:, : T - back], (back, 0), value=PADDING)
             past_BDT = past_BDT * (earlier_BT == document_BT)[:, None]
         out_BDT = out_BDT + past_BDT * taps[:, width - 1 - back, None]
     if bias is not None:
@@ -163,36 +154,67 @@ def chunk_gated_delta_rule(
     """
     assert initial_state is None
     assert not output_final_state
-    dtype = query.dtype
-    B, T, H = value.shape[:3]
+    dtype, H = query.dtype, value.shape[2]
     if use_qk_l2norm_in_kernel and gated_delta_kernel.is_used(value.device):
         repeat = H // query.shape[2]
         if repeat > 1:
             query, key = (t.repeat_interleave(repeat, dim=2) for t in (query, key))
         return gated_delta_kernel.run(query, key, value, g, beta, cu_seqlens).to(dtype), None
+    out = torch_gated_delta_rule(
+        query, key, value, g, beta, cu_seqlens, normalise=use_qk_l2norm_in_kernel,
+        chunk_size=chunk_size,
+    )  # fmt: skip
+    return out, None
+
+
+def torch_gated_delta_rule(  # noqa: PLR0917 - as the kernel
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    *,
+    normalise: bool = True,
+    chunk_size: int = 64,
+) -> torch.Tensor:
+    """The same on torch operators alone.
+
+    Args:
+        query: ``(B, T, heads, K)``; heads divide those of ``value``.
+        key: as ``query``.
+        value: ``(B, T, H, V)``.
+        g: logarithms of decays ``(B, T, H)``.
+        beta: write strengths ``(B, T, H)``.
+        cu_seqlens: document boundaries over the flattened tokens.
+        normalise: queries and keys.
+        chunk_size: C, a power of two.
+
+    Returns:
+        ``(B, T, H, V)`` in the query's dtype.
+    """
+    dtype = query.dtype
+    B, T, H = value.shape[:3]
     document_BT = document_numbers(cu_seqlens, B, T)
     if document_BT is None:
         document_BT = torch.zeros(B, T, dtype=torch.long, device=value.device)
     padding = -T % chunk_size
-    document_BGC = F.pad(document_BT, (0, padding), value=_PADDING).view(B, -1, chunk_size)
+    document_BGC = F.pad(document_BT, (0, padding), value=PADDING).view(B, -1, chunk_size)
     query_BHGCK, key_BHGCK = (
-        _chunks(_normalised(x.float()) if use_qk_l2norm_in_kernel else x.float(), H, chunk_size)
+        _chunks(_normalised(x.float()) if normalise else x.float(), H, chunk_size)
         for x in (query, key)
     )
-    query_BHGCK = query_BHGCK * query.shape[-1] ** -0.5
-    value_BHGCV = _chunks(value.float(), H, chunk_size)
-    beta_BHGC1 = _chunks(beta.float()[..., None], H, chunk_size)
-    g_BHGC1 = _chunks(g.float()[..., None], H, chunk_size)
-    out_BHGCV = _scan(
-        query_BHGCK,
+    out_BHGCV = chunk_rule(
+        query_BHGCK * query.shape[-1] ** -0.5,
         key_BHGCK,
-        value_BHGCV,
-        beta_BHGC1=beta_BHGC1,
-        g_BHGC1=g_BHGC1,
+        _chunks(value.float(), H, chunk_size),
+        beta_BHGC1=_chunks(beta.float()[..., None], H, chunk_size),
+        g_BHGC1=_chunks(g.float()[..., None], H, chunk_size),
         document_BGC=document_BGC,
+        dtype=dtype,
     )
     out_BTHV = out_BHGCV.flatten(2, 3)[:, :, :T].transpose(1, 2)
-    return out_BTHV.to(dtype, memory_format=torch.contiguous_format), None
+    return out_BTHV.to(dtype, memory_format=torch.contiguous_format)
 
 
 def _normalised(tensor: torch.Tensor) -> torch.Tensor:
@@ -207,54 +229,3 @@ def _chunks(tensor: torch.Tensor, num_heads: int, chunk_size: int) -> torch.Tens
     padding = -tensor.shape[1] % chunk_size
     padded = F.pad(tensor.transpose(1, 2), (0, 0, 0, padding))
     return padded.reshape(*padded.shape[:2], -1, chunk_size, padded.shape[3])
-
-
-def _scan(
-    query_BHGCK: torch.Tensor,
-    key_BHGCK: torch.Tensor,
-    value_BHGCV: torch.Tensor,
-    *,
-    beta_BHGC1: torch.Tensor,
-    g_BHGC1: torch.Tensor,
-    document_BGC: torch.Tensor,
-) -> torch.Tensor:
-    B, H, G, C, K = key_BHGCK.shape
-    index_C = torch.arange(C, device=key_BHGCK.device)
-    same_BGCC = document_BGC[..., :, None] == document_BGC[..., None, :]
-    coupled = (same_BGCC & (index_C[:, None] >= index_C))[:, None]
-    # Sums over a token's own document alone: not even rounding may depend on its neighbours.
-    decay_BHGC = (coupled.to(g_BHGC1.dtype) @ g_BHGC1)[..., 0]
-    # Decay from a token to a later one of its document, 0 elsewhere.
-    apart = decay_BHGC[..., :, None] - decay_BHGC[..., None, :]
-    between = apart.masked_fill(~coupled, float("-inf")).exp()
-
-    last_BG = document_BGC[..., -1]
-    before_BG = F.pad(last_BG[:, :-1], (1, 0), value=_PADDING)
-    carries = (document_BGC == before_BG[..., None])[:, None]  # reads the carried state
-    stays = (last_BG == before_BG)[:, None]  # and it is still there at the end
-    lasts = (document_BGC == last_BG[..., None])[:, None]  # writes to the state that goes on
-
-    from_start = decay_BHGC.exp() * carries
-    to_end = (decay_BHGC[..., -1:] - decay_BHGC).masked_fill(~lasts, float("-inf")).exp()
-    through = decay_BHGC[..., -1].exp() * stays
-    keys_written = key_BHGCK * beta_BHGC1
-    system = (keys_written @ key_BHGCK.transpose(-1, -2)) * between
-    right = torch.cat([value_BHGCV * beta_BHGC1, keys_written * from_start[..., None]], dim=-1)
-    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    corrected_BHGCV, reading_BHGCK = solved.split([value_BHGCV.shape[-1], K], dim=-1)
-    scores = (query_BHGCK @ key_BHGCK.transpose(-1, -2)) * between
-    query_state = query_BHGCK * from_start[..., None]
-    key_state = key_BHGCK * to_end[..., None]
-
-    state_BHKV = torch.zeros(
-        B, H, K, value_BHGCV.shape[-1], dtype=key_BHGCK.dtype, device=key_BHGCK.device
-    )
-    pieces = []
-    for chunk in range(G):
-        fresh = corrected_BHGCV[:, :, chunk] - reading_BHGCK[:, :, chunk] @ state_BHKV
-        pieces.append(query_state[:, :, chunk] @ state_BHKV + scores[:, :, chunk] @ fresh)
-        state_BHKV = (
-            state_BHKV * through[:, :, chunk, None, None]
-            + key_state[:, :, chunk].transpose(-1, -2) @ fresh
-        )
-    return torch.stack(pieces, dim=2)

@@ -59,7 +59,7 @@ def prepare(device: torch.device, *, compare: Callable[..., torch.Tensor]) -> No
     name = str(device)
     if device.type != "cuda" or name in _verdicts:
         return
-    _verdicts[name] = reason = _reason_against(device, compare)
+    _verdicts[name] = reason = _find_reason(device, compare)
     if reason is None:
         _logger.info("gated DeltaNet runs on %s's kernel", PACKAGE)
     else:
@@ -68,10 +68,15 @@ def prepare(device: torch.device, *, compare: Callable[..., torch.Tensor]) -> No
 
 def is_used(device: torch.device) -> bool:
     """The kernel was found good on this device."""
-    return _verdicts.get(str(device), "not asked") is None
+    return reason_against(device) is None
 
 
-def _reason_against(device: torch.device, compare: Callable[..., torch.Tensor]) -> str | None:
+def reason_against(device: torch.device) -> str | None:
+    """Why the kernel is not used on a device, as :func:`prepare` found; None if it is."""
+    return _verdicts.get(str(device), "not asked")
+
+
+def _find_reason(device: torch.device, compare: Callable[..., torch.Tensor]) -> str | None:
     if importlib.util.find_spec("fla") is None:
         return f"{PACKAGE} is not installed"
     capability = torch.cuda.get_device_capability(device)
