@@ -83,7 +83,7 @@ def family_row(name: str, *, compiled: bool) -> dict[str, Any]:
     """What one family gives."""
     from transformers import AutoConfig
 
-    from headrace.models.adapters import LoraSettings
+    from headrace.models.lora import LoraSettings
     from headrace.models.spec import ModelSpec
     from headrace.selftest.reference import reference_model, with_adapters
     from headrace.selftest.twin import CUTS, filled_state, make_batches, tiny_config
