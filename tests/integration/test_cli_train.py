@@ -161,6 +161,34 @@ def test_sigterm_saves_and_exits_with_143(config_file, tmp_path):
     assert f"stopped at step {record['sessions'][-1]['last_step']}" in out
 
 
+@pytest.mark.parametrize("pause", [0.0, 2.2])
+def test_a_second_sigterm(config_file, tmp_path, pause):
+    """At once the same request; later the end, without the save that takes minutes here."""
+    slow = (
+        "import sys, time\nfrom headrace.store.snapshot import Snapshot\n"
+        "read = Snapshot.unit\n"
+        f"Snapshot.unit = lambda *a: (time.sleep({0.0 if pause == 0 else 1.5}), read(*a))[1]\n"
+        "from headrace.cli import main\nmain(sys.argv[1:])\n"
+    )
+    command = [sys.executable, "-c", slow, "train", config_file, "max_steps=100000"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not read_rows(tmp_path / "run" / "metrics.jsonl"):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGTERM)
+    time.sleep(pause)
+    os.kill(process.pid, signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert "finishing the step, then saving" in err
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["status"] == ("stopped" if pause == 0 else "interrupted")
+    assert bool(list((tmp_path / "run").glob("checkpoint-*"))) == (pause == 0)
+    assert ("stopped at once by a second signal, SIGTERM" in err) == (pause > 0)
+
+
 def test_a_trace_is_written_where_it_was_asked_for(capsys, config_file, tmp_path):
     trace = tmp_path / "traces" / "run: 1.json"
     code, _, _ = call(capsys, "train", config_file, "max_steps=2", "--trace", str(trace))

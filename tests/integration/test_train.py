@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from headrace.errors import CapacityError, CheckpointError, ConfigError, DataError
+from headrace.trainer import signals
 from headrace.trainer.metrics import read_rows
 from headrace.trainer.prepare import loop_settings
 
@@ -175,18 +177,35 @@ def test_a_signal_finishes_the_step_and_saves(run_config, tmp_path, number, requ
     ]
 
 
-def test_a_second_signal_interrupts(run_config, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_interrupts(run_config, tmp_path, monkeypatch, number):
+    monkeypatch.setattr(signals, "BURST_SECONDS", 0.01)
+
     def twice(_control):
         # To this thread: signals that another thread is handed at once count as one.
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep(0.02)
+        signal.raise_signal(number)
 
     before = signal.getsignal(signal.SIGINT)  # in the background it may be ignored
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as caught:
         run_config(callbacks=[At(3, twice)])
+    assert caught.value.exit_code == 128 + number
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["status"] == "interrupted"
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_burst_of_signals_is_one_request(run_config):
+    """A terminal's SIGINT to the whole group, a launcher's SIGTERM besides, and again."""
+
+    def burst(_control):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+            signal.raise_signal(number)
+
+    stopped = run_config(callbacks=[At(3, burst)])
+    assert (stopped.status, stopped.exit_code, stopped.step) == ("stopped", 130, 3)
+    assert stopped.checkpoint.name == "checkpoint-3"
 
 
 def plain_steps(config, make_batches, learning_rates, *, max_grad_norm):

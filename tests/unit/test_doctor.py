@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -269,3 +271,31 @@ def test_this_machine_can_be_examined():
     out = json.loads(done.stdout)
     areas = {finding["area"] for finding in out["findings"]}
     assert {"processor", "kernels", "memory", "disk", "GPU", "packages"} <= areas
+
+
+def test_a_mistyped_model_is_answered_at_once_and_without_a_network(monkeypatch, tmp_path):
+    """No retries against a hub, no torch; the nearest names of what is known and what is cached."""
+    cached = tmp_path / "hub" / "models--somebody--pretty-7B"
+    cached.mkdir(parents=True)
+    code = (
+        "import socket, sys\n"
+        "def refused(*a, **k): raise AssertionError('the network')\n"
+        "socket.getaddrinfo = socket.socket.connect = refused\n"
+        "from headrace.cli import main\n"
+        "try: main(['doctor', '--model', sys.argv[1]])\n"
+        "finally: assert not {'torch', 'transformers'} & set(sys.modules), 'imported'\n"
+    )
+    near = {
+        "Qwen/Qwen3-8B-bse": "did you mean Qwen/Qwen3-8B-Base",
+        "somebody/prety-7B": "did you mean somebody/pretty-7B? ",
+        "nope": "hf download nope",
+    }
+    for name, message in near.items():
+        done = subprocess.run(
+            [sys.executable, "-c", code, name],
+            capture_output=True, text=True, check=False,
+            env={**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub")},
+        )  # fmt: skip
+        assert done.returncode == 2, done.stderr
+        assert message in done.stderr
+        assert "neither a folder nor in the local hub cache" in done.stderr

@@ -247,7 +247,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from headrace.trainer.convert import convert_to_model
 from headrace.trainer.convert_state import convert_to_checkpoint
-from headrace.trainer.heap import map_large_blocks
 
 
 def make(folder, **sizes):
@@ -280,7 +279,6 @@ def convert(source):
     convert_to_checkpoint(source, source / "run")
 
 
-map_large_blocks()  # or holes in the heap are counted, more or fewer by chance
 folder = Path(sys.argv[1])
 if sys.argv[2] == "make":
     make(folder / "small", hidden_size=64, intermediate_size=64, num_hidden_layers=1)

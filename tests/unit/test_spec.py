@@ -275,5 +275,5 @@ def test_folder_without_a_configuration(tmp_path, text):
 
 def test_name_that_is_not_in_the_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ConfigError, match="no model configuration at 'nobody/nothing'"):
+    with pytest.raises(ConfigError, match="'nobody/nothing' is neither a folder"):
         load_config("nobody/nothing")

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from headrace.trainer.config import TrainConfig
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -27,7 +30,7 @@ def train(
         bool, typer.Option("--json", help="Print one JSON object; progress goes to stderr.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check the configuration, print it resolved, stop.")
+        bool, typer.Option("--dry-run", help="Check the configuration, print what it sets, stop.")
     ] = False,
     trace: Annotated[
         Path | None,
@@ -64,14 +67,30 @@ def train(
         if as_json:
             print(json.dumps({"config": resolved.to_dict(), "notes": notes}))
         else:
-            print("".join(f"# {note}\n" for note in notes) + resolved.to_yaml(), end="")
+            _print_checked(resolved, notes)
         return
 
     from rich.console import Console
 
     from headrace.trainer.run import train as run
+    from headrace.trainer.signals import StopNow
 
-    result = run(config, overrides or [], console=Console(stderr=as_json))
+    try:
+        result = run(config, overrides or [], console=Console(stderr=as_json))
+    except StopNow as stopped:
+        typer.echo(f"headrace train: {stopped}", err=True)
+        raise typer.Exit(stopped.exit_code) from stopped
     if as_json:
         print(json.dumps(vars(result), default=str))
     raise typer.Exit(result.exit_code)
+
+
+def _print_checked(config: TrainConfig, notes: list[str]) -> None:
+    """What was translated and every key that has not its default; itself a file to train with."""
+    import yaml
+
+    chosen = config.chosen()
+    rest = len(config.to_dict()) - len(chosen)
+    print("".join(f"# {note}\n" for note in notes), end="")
+    print(yaml.safe_dump(chosen, sort_keys=False, allow_unicode=True, width=100), end="")
+    print(f"# {rest} other keys have their defaults; --json prints them")

@@ -77,6 +77,7 @@ FAULTS = (
 REQUIRED = (
     "torch", "transformers", "safetensors", "tokenizers", "numpy", "pydantic", "pyyaml", "typer",
     "rich", "pyarrow", "polars", "scikit-learn", "scipy", "threadpoolctl", "matplotlib", "jinja2",
+    "xxhash",
 )  # fmt: skip
 
 # Optional parts: the extra that brings them, the distributions it needs, what they are for.

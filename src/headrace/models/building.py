@@ -14,6 +14,7 @@ import torch
 
 from headrace.errors import ConfigError, ModelRefusedError
 from headrace.models import attention, experts, families
+from headrace.models.nearby import check_there
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,11 +26,12 @@ _UNUSABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, Arithmeti
 def load_config(name_or_path: str, *, trust_remote_code: bool = False) -> Any:
     """The configuration of a model folder, a ``config.json``, or a name in the local hub cache.
 
-    Nothing is downloaded unless the user's environment allows it (``HF_HUB_OFFLINE``).
+    Nothing is downloaded, and a name that means nothing is answered before transformers is loaded.
 
     Raises:
         ConfigError: there is no such configuration.
     """
+    check_there(name_or_path)
     from huggingface_hub.errors import StrictDataclassError  # noqa: PLC0415 - as below
     from transformers import AutoConfig  # noqa: PLC0415 - slow; only when needed
 
@@ -38,7 +40,9 @@ def load_config(name_or_path: str, *, trust_remote_code: bool = False) -> Any:
         path = path.parent
     source = str(path) if path.exists() else name_or_path
     try:
-        return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(
+            source, trust_remote_code=trust_remote_code, local_files_only=True
+        )
     except (*_UNUSABLE, StrictDataclassError) as error:
         lines = " ".join(line.strip() for line in str(error).splitlines()[:3]) or repr(error)
         raise ConfigError(

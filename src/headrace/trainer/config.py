@@ -295,6 +295,10 @@ class TrainConfig(DataKeys, ModelKeys):
         """Every key with its value, as JSON types; :func:`resolve` accepts it again."""
         return self.model_dump(mode="json", by_alias=True)
 
+    def chosen(self) -> dict[str, Any]:
+        """The keys whose values are not their defaults, as JSON types."""
+        return self.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+
     def to_yaml(self) -> str:
         """The resolved configuration, in the order of the documentation."""
         return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True, width=100)

@@ -21,6 +21,7 @@ from headrace.models.building import build_model, load_config, text_config
 from headrace.store.conversion import WeightNames
 from headrace.store.folders import new_folder, refuse_taken
 from headrace.store.shards import TensorGroup, write_shards
+from headrace.trainer.heap import map_large_blocks
 from headrace.trainer.preflight import model_folder
 from headrace.trainer.sharded_source import open_source
 from headrace.units import GIB, format_bytes
@@ -83,6 +84,7 @@ def convert_to_model(
         ConfigError: no configuration of the model, or ``out`` is taken.
         CapacityError: the disk has no room.
     """
+    map_large_blocks()
     out = Path(out)
     refuse_taken(out)
     found = open_source(Path(source))

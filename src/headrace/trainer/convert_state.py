@@ -20,6 +20,7 @@ from headrace.store.checkpoint import write_checkpoint
 from headrace.store.conversion import pieces_by_unit
 from headrace.store.state import UnitState
 from headrace.trainer.convert import ConvertResult, check_room, find_config, place_weights
+from headrace.trainer.heap import map_large_blocks
 from headrace.trainer.resume import converted_state
 from headrace.trainer.sharded_source import MOMENTS, open_source
 
@@ -51,6 +52,7 @@ def convert_to_checkpoint(
         ConfigError: no configuration of the model.
         CapacityError: the disk has no room.
     """
+    map_large_blocks()
     found = open_source(Path(source))
     config_folder = find_config(found.folder, model)
     spec = ModelSpec(load_config(str(config_folder)))

@@ -27,6 +27,7 @@ from headrace.store.digests import Digests, copy_checked
 from headrace.store.loading import load_pretrained
 from headrace.store.state import ModelState
 from headrace.trainer.config import resolve
+from headrace.trainer.heap import map_large_blocks
 from headrace.trainer.model_checks import take_apart
 from headrace.trainer.preflight import load_model_config, load_tokenizer, model_folder
 from headrace.units import format_bytes
@@ -152,6 +153,7 @@ def export_merged(
         ConfigError: it has no adapters, the model is not there, or ``out`` is taken.
         CapacityError: the disk has no room.
     """
+    map_large_blocks()
     checkpoint, out = find_checkpoint(Path(source)), Path(out)
     if not (checkpoint / CONFIG_FILE).is_file():
         raise ConfigError(

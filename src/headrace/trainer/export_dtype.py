@@ -27,6 +27,7 @@ from headrace.store.shards import TensorGroup, write_shards
 from headrace.store.state import UnitState
 from headrace.trainer.convert import check_room
 from headrace.trainer.export import ExportResult, find_checkpoint
+from headrace.trainer.heap import map_large_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -50,6 +51,7 @@ def export_as(source: str | Path, out: str | Path, *, dtype: Dtype) -> ExportRes
         ConfigError: ``out`` is taken, or the run trained adapters.
         CapacityError: the disk has no room.
     """
+    map_large_blocks()
     checkpoint, out = find_checkpoint(Path(source)), Path(out)
     refuse_taken(out)
     if not (checkpoint / "config.json").is_file():

@@ -4,7 +4,8 @@ glibc raises the size from which it maps blocks of their own each time such a bl
 32 MiB; activations then lie in its heap, and freed ones leave holes that no later tensor fits. At
 135M parameters the holes were half as large as the state. A fixed limit gives every large tensor a
 mapping of its own, which goes back to the system when freed, at the price of page faults: a
-quarter more processor time there (``benchmarks/train_memory.py``), so only large models pay it.
+quarter more processor time there (``benchmarks/train_memory.py``), so only large models pay it in
+training. Conversions and exports make every tensor once, and always have it.
 """
 
 from __future__ import annotations

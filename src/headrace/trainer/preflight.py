@@ -19,6 +19,7 @@ from headrace.data.files import resolve_files
 from headrace.data.templates import resolve_template
 from headrace.errors import CapacityError, ConfigError
 from headrace.models.building import load_config
+from headrace.models.nearby import missing_model
 from headrace.store.checkpoint import list_checkpoints
 from headrace.trainer.model_config import check_sizes, refuse_unknown_keys, usable
 from headrace.units import format_bytes
@@ -110,10 +111,7 @@ def model_folder(name: str, key: str = "model_name_or_path") -> Path:
     try:
         return Path(snapshot_download(name, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError) as error:
-        raise ConfigError(
-            f"{key}: {name!r} is neither a folder nor in the local hub cache",
-            remedy=f"correct the path, or fetch it first: hf download {name}",
-        ) from error
+        raise missing_model(name, key) from error
 
 
 def _existing(name: str) -> Path | None:

@@ -189,7 +189,8 @@ class _Session:
             num_steps=prepared.settings.num_steps,
             title=str(prepared.config.run_name or self._out.name),
         )
-        with StopRequest(requeue=prepared.config.requeue) as stop:
+        quiet = prepared.config.progress == "none"
+        with StopRequest(requeue=prepared.config.requeue, quiet=quiet) as stop:
             loop = TrainingLoop(
                 engine=self._engine,
                 loader=prepared.loader,

@@ -1,14 +1,19 @@
 """Stopping on request: SIGINT and SIGTERM ask for a stop between two steps.
 
-The invariant: the first signal never interrupts a step or a save, a second one does, and the
-handlers that were there before are put back. Exit codes are those of shells, 128 plus the
-signal's number, or 75 when the run asked to be started again.
+The invariant: the first signal never interrupts a step or a save. Launchers and terminals signal
+twice (a terminal's whole group gets SIGINT, torchrun and schedulers add SIGTERM of their own), so
+what comes within :data:`BURST_SECONDS` of the first is the same request; a later one stops the
+process at once, without a save. The handlers that were there before are put back. Exit codes are
+those of shells, 128 plus the signal's number, or 75 when the run was saved and asked to be started
+again.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+import time
 from typing import TYPE_CHECKING, Any, Self
 
 from headrace.errors import EXIT_OK, EXIT_REQUEUE
@@ -17,6 +22,20 @@ if TYPE_CHECKING:
     from types import FrameType, TracebackType
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+BURST_SECONDS = 2.0
+_TOLD = (
+    f"headrace: finishing the step, then saving; a signal after {BURST_SECONDS:g} s stops at once, "
+    "without a save\n"
+)
+
+
+class StopNow(KeyboardInterrupt):
+    """A second request: nothing is finished and nothing is saved."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        """Build from the signal that asked."""
+        super().__init__(f"stopped at once by a second signal, {number.name}")
+        self.exit_code = 128 + number
 
 
 class StopRequest:
@@ -29,9 +48,17 @@ class StopRequest:
         signal: the signal that asked, or ``None``.
     """
 
-    def __init__(self, *, requeue: bool = False) -> None:
+    def __init__(self, *, requeue: bool = False, quiet: bool = True) -> None:
+        """Build a request that nobody has made yet.
+
+        Args:
+            requeue: the exit code asks to be started again.
+            quiet: do not tell on stderr what the first signal does.
+        """
         self.signal: signal.Signals | None = None
         self._requeue = requeue
+        self._quiet = quiet
+        self._asked_at = 0.0
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
@@ -60,13 +87,18 @@ class StopRequest:
 
     def set(self, number: signal.Signals) -> None:
         """Ask for a stop."""
-        self.signal = self.signal or number
+        if self.signal is None:
+            self.signal = number
+            self._asked_at = time.monotonic()
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        if self.signal is not None:
+        if self.signal is None:
+            self.set(signal.Signals(number))
+            if not self._quiet:
+                os.write(2, _TOLD.encode())  # nothing that could be waiting for a lock
+        elif time.monotonic() - self._asked_at >= BURST_SECONDS:
             self._restore()
-            raise KeyboardInterrupt
-        self.set(signal.Signals(number))
+            raise StopNow(signal.Signals(number))
 
     def _restore(self) -> None:
         for number, handler in self._previous.items():
