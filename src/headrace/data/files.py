@@ -26,6 +26,11 @@ _DESCRIPTIONS = re.compile(
     r"(dataset_infos?|dataset_dict|state|config|manifest|run|package|generation_config)\.json"
 )
 _SPLIT = re.compile(r"(?P<name>[^\[\]]+)(?:\[(?P<first>\d*%?):(?P<last>\d*%?)\])?")
+_ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://(?P<rest>.*)", re.IGNORECASE)
+# hf://datasets/OWNER/NAME/..., or the same behind the hub's host, with a revision.
+_HUB = re.compile(
+    r"(?:^|/)datasets/(?P<name>[\w.-]+/[\w.-]+)(?:/(?:resolve|blob|tree)/[^/]+)?/?(?P<pattern>.*)"
+)
 # The words that `datasets` looks for in file names.
 _SPLIT_WORDS = {
     "train": ("train", "training"),
@@ -65,6 +70,12 @@ def resolve_files(path: str, split: str | None = None) -> list[Path]:
     """
     if not path:
         raise DataError("a dataset has an empty path", remedy="name a file, a folder or a pattern")
+    if (match := _ADDRESS.match(path)) is not None:
+        raise DataError(
+            f"dataset {path!r} is an address, and headrace reads files of this machine, streamed "
+            "ones too: a run must not end because a network does",
+            remedy=_fetch(match["rest"]),
+        )
     try:
         expanded = Path(path).expanduser()
     except RuntimeError as error:
@@ -114,11 +125,25 @@ def _cached(path: str) -> Path:
 def _missing(path: str) -> DataError:
     remedy = "correct the path under datasets:"
     if not path.endswith(SUFFIXES):
-        remedy += f", or fetch it first: hf download --repo-type dataset {path}"
+        remedy += f", or fetch it first: {_command(path)}"
     return DataError(
         f"dataset {path!r} does not exist (looked from {Path.cwd()}, and in the local hub cache)",
         remedy=remedy,
     )
+
+
+def _fetch(rest: str) -> str:
+    """How to bring what an address means to this machine."""
+    match = _HUB.search(rest)
+    if match is None:
+        return "fetch it first (curl, aws s3 sync, gcloud storage cp ...) or mount it, and name it"
+    named, pattern = match["name"], match["pattern"]
+    part = f" --include '{pattern}'" if pattern else ""
+    return f"fetch it first: {_command(named)}{part}, and give path: {named}"
+
+
+def _command(name: str) -> str:
+    return f"hf download --repo-type dataset {name}"
 
 
 def _data(found: Iterable[Path]) -> list[Path]:

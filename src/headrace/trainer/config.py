@@ -97,7 +97,7 @@ class TrainConfig(DataKeys, ModelKeys):
     eval_strategy: Literal["no", "steps", "epoch"] | None = None
     """When to evaluate; steps if eval_steps is given, else epoch, if there is anything to."""
     eval_steps: float | None = Field(default=None, gt=0)
-    """Steps between evaluations; below 1, a share of the run."""
+    """Steps between evaluations; below 1, a share of the run; logging_steps by default."""
     save_strategy: Literal["no", "steps", "epoch"] = "steps"
     """When to save; the end of training is always saved."""
     save_steps: float = Field(default=500, gt=0)
@@ -228,8 +228,6 @@ class TrainConfig(DataKeys, ModelKeys):
                 "early_stopping_patience has no effect without an evaluation",
                 remedy="give eval_datasets or val_set_size, or remove it",
             )
-        if self.eval_strategy == "steps" and self.eval_steps is None:
-            raise ConfigError("eval_strategy: steps needs eval_steps", remedy="eval_steps: 100")
         for where, scale, decay in self._decays():
             if scale * self.learning_rate * decay >= 1:
                 raise ConfigError(

@@ -181,8 +181,8 @@ def loop_settings(config: TrainConfig, steps_per_epoch: int) -> LoopSettings:
         # As transformers: an epoch counts whole steps, and a share of one is rounded up.
         num_steps = -int(-config.num_train_epochs * steps_per_epoch // 1)
     eval_steps = save_steps = 0
-    if config.evaluates == "steps" and config.eval_steps:
-        eval_steps = preflight.interval(config.eval_steps, num_steps)
+    if config.evaluates == "steps":  # as transformers, every logged row without a number
+        eval_steps = preflight.interval(config.eval_steps or config.logging_steps, num_steps)
     if config.save_strategy == "steps":
         save_steps = preflight.interval(config.save_steps, num_steps)
     return LoopSettings(

@@ -9,6 +9,7 @@ import torch
 
 from headrace.data import streams as streams_module
 from headrace.data.batching import LoaderSettings
+from headrace.data.files import resolve_files
 from headrace.data.packing import RowSettings
 from headrace.data.parts import plan_parts
 from headrace.data.sampler import LoaderState
@@ -175,3 +176,21 @@ def test_streamed_rows_that_supervise_nothing_are_left_out(tmp_path):
         _, targets = found.supervise(int(found.plan.row_offsets[row]))
         assert (targets >= 0).any()
     stream.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "remedy"),
+    [
+        ("HuggingFaceFW/fineweb", "hf download --repo-type dataset HuggingFaceFW/fineweb"),
+        ("hf://datasets/a/b/data/*.parquet", "dataset a/b --include 'data/*.parquet', and give"),
+        ("https://hub.example/datasets/a/b/resolve/main/c.parquet", "a/b --include 'c.parquet'"),
+        ("https://hub.example/datasets/a/b", "dataset a/b, and give path: a/b"),
+        ("s3://bucket/key.jsonl", "fetch it first"),
+        ("https://example.com/rows.jsonl", "fetch it first"),
+    ],
+)
+def test_what_is_not_on_this_machine_is_refused_with_the_way_to_bring_it(path, remedy):
+    """Streams too: a network is never read while training."""
+    with pytest.raises(DataError) as caught:
+        resolve_files(path)
+    assert remedy in caught.value.remedy

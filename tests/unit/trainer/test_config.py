@@ -4,10 +4,12 @@ import json
 
 import pytest
 import yaml
+from transformers import TrainerState, TrainingArguments
 
 from headrace.engine.config import EngineConfig
 from headrace.errors import ConfigError
 from headrace.trainer.config import TrainConfig, resolve
+from headrace.trainer.prepare import loop_settings
 from headrace.trainer.schema import json_schema
 
 BASE = {"model_name_or_path": "m", "datasets": [{"path": "a.jsonl"}], "output_dir": "out"}
@@ -66,7 +68,6 @@ def write(tmp_path, text):
         ({"warmup_steps": 10, "warmup_ratio": 0.1}, "exclude each other"),
         ({"max_steps": 0}, "max_steps is 0"),
         ({"eval_steps": 10}, "no eval_datasets"),
-        ({"eval_strategy": "steps", "eval_datasets": [{"path": "b"}]}, "needs eval_steps"),
         ({"eval_datasets": [{"path": "b"}, {"path": "b"}]}, "same name"),
         ({"packing_strategy": "wrapped", "excess_length": "drop"}, "has no effect"),
         ({"save_total_limit": 0}, "save_total_limit"),
@@ -327,3 +328,19 @@ def test_a_home_directory_is_expanded_as_in_every_other_path(monkeypatch):
     config, _ = resolve(BASE | {"output_dir": "~/run", "data_cache_dir": "~/cache"})
     assert str(config.output_dir) == "/home/user/run"
     assert str(config.data_cache_dir) == "/home/user/cache"
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 7, 10, 100])
+@pytest.mark.parametrize("value", [0.01, 0.1, 0.3, 0.5, 0.999, 1, 2, 5, None])
+def test_intervals_are_those_of_transformers(tmp_path, num_steps, value):
+    """A share of a tiny run is rounded up, never to 0; without a number every logged row."""
+    keys = {"eval_strategy": "steps", "eval_steps": value, "logging_steps": 3}
+    theirs = TrainerState(max_steps=num_steps)
+    arguments = TrainingArguments(output_dir=str(tmp_path), save_steps=value or 500, **keys)
+    theirs.compute_steps(arguments, num_steps)
+    config, _ = resolve(
+        BASE | keys | {"save_steps": value or 500, "max_steps": num_steps, "val_set_size": 0.5}
+    )
+    ours = loop_settings(config, steps_per_epoch=5)
+    for name in ("eval_steps", "save_steps", "logging_steps"):
+        assert getattr(ours, name) == getattr(theirs, name), name
