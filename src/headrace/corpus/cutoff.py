@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import date, time
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from headrace.corpus.calendars import load_calendar
 from headrace.corpus.instants import (
@@ -81,8 +81,7 @@ class AvailabilityRule:
         return "; ".join(parts)
 
 
-@dataclass(slots=True, frozen=True)
-class Dated:
+class Dated(NamedTuple):
     """The instants of one document in microseconds UTC, and how the decisive one was found."""
 
     available_at: int

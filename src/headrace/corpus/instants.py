@@ -13,9 +13,8 @@ from __future__ import annotations
 import email.utils
 import functools
 import re
-from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta, timezone, tzinfo
-from typing import Any
+from typing import Any, NamedTuple
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from headrace.errors import ConfigError
@@ -51,8 +50,7 @@ class InstantError(ValueError):
         self.detail = detail
 
 
-@dataclass(frozen=True, slots=True)
-class Instant:
+class Instant(NamedTuple):  # made for every document: half the time of a frozen dataclass
     """The latest instant a value can mean, in microseconds UTC, and how finely it was given.
 
     ``precision`` is ``second``, ``minute``, ``hour``, ``day``, ``month`` or ``year``.

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-SHARD_VERSION = 2
+SHARD_VERSION = 3
 
 TOKENS = pa.schema(
     [
@@ -61,8 +61,13 @@ class TokenPass:
         counts = np.zeros(wanted_rows.size, dtype=np.int64)
         schema = pa.schema([TOKENS.field("input_ids")])
         with whole_folder(place) as folder:
+            # A dictionary of ids costs more than it saves.
             with pq.ParquetWriter(
-                folder / "tokens.parquet", schema, compression="zstd", compression_level=1
+                folder / "tokens.parquet",
+                schema,
+                compression="zstd",
+                compression_level=1,
+                use_dictionary=False,
             ) as writer:
                 for first, batch in row_groups(unit / "documents.parquet", ["text"]):
                     wanted = np.flatnonzero(wanted_rows[first : first + batch.num_rows])
@@ -145,7 +150,12 @@ class _Segment:
             use_dictionary=list(REPEATED),
         )
         self._tokens = (
-            pq.ParquetWriter(folder / f"{mask:x}.tokens.parquet", TOKENS, compression="zstd")
+            pq.ParquetWriter(
+                folder / f"{mask:x}.tokens.parquet",
+                TOKENS,
+                compression="zstd",
+                use_dictionary=False,
+            )
             if has_tokens
             else None
         )

@@ -10,6 +10,7 @@ end-of-sequence token is refused: documents could not be told apart.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -85,9 +86,14 @@ def load_tokenizer(path: Path) -> Tokenizer:
         ConfigError: the file is not a tokenizer.
     """
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        return _parsed(path.read_bytes())
     except Exception as error:  # the library raises bare Exception
         raise ConfigError(f"{path} is not a tokenizer: {error}") from error
+
+
+@functools.lru_cache(maxsize=1)  # a build asks for the same one some times
+def _parsed(content: bytes) -> Tokenizer:
+    tokenizer = Tokenizer.from_buffer(content)
     tokenizer.no_padding()
     tokenizer.no_truncation()
     # A document that spells "<|endoftext|>" must not end a document.
