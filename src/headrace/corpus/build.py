@@ -242,9 +242,13 @@ class _Build:
             return
         if earliest is None:
             records = sum(tally.num_records for tally in tallies.values())
-            reasons = {r: n for tally in tallies.values() for r, n in tally.reasons.items()}
+            told = [
+                f"{count} of {reason} ({tally.examples[reason][0].get('detail', '')})"
+                for tally in tallies.values()
+                for reason, count in tally.reasons.most_common(4)
+            ]
             error = DataError(
-                f"the corpus is empty: none of {records} records is a document ({reasons})",
+                f"the corpus is empty: none of {records} records is a document: {', '.join(told)}",
                 remedy="check the sources' fields, filters and rule for available_at",
             )
         else:

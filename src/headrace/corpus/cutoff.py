@@ -29,7 +29,7 @@ from headrace.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-RULE_VERSION = 2
+RULE_VERSION = 3
 """Changes whenever the same input could be dated differently."""
 
 
@@ -177,7 +177,7 @@ class Dater:
         best: tuple[Instant, str] | None = None
         for name in names:
             value = values.get(name)
-            if value is None or value == "":
+            if _is_missing(value):
                 continue
             instant = parse_instant(value, self._zone, self.rule.format)
             if best is None or instant.latest_us > best[0].latest_us:
@@ -186,7 +186,7 @@ class Dater:
 
     def _optional(self, values: Mapping[str, Any], name: str) -> Instant | None:
         value = values.get(name)
-        if value is None or value == "":
+        if _is_missing(value):
             return None
         form = self.rule.format if name in self.rule.fields else "auto"
         try:
@@ -209,6 +209,11 @@ class Dater:
                 "future_date",
                 f"{format_instant(instant.latest_us)} is after not_after {self.rule.not_after}",
             )
+
+
+def _is_missing(value: object) -> bool:
+    # NaN, which differs from itself, stands for nothing in columns of numbers.
+    return value is None or value == "" or value != value  # noqa: PLR0124
 
 
 @dataclass(frozen=True, kw_only=True)

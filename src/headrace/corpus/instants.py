@@ -14,6 +14,7 @@ import email.utils
 import functools
 import re
 from datetime import UTC, date, datetime, timedelta, timezone, tzinfo
+from decimal import Decimal
 from typing import Any, NamedTuple
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
@@ -31,12 +32,27 @@ _MINUTE = re.compile(r"\d{4}-?\d{2}-?\d{2}[T ]\d{2}:?\d{2}" + _ZONE)
 _TO_SECONDS = re.compile(r"\d{4}-\d{2}-\d{2}[T ]\d{2}:\d{2}:\d{2}")
 _WEEK = re.compile(r"\d{4}-?W\d{2}")
 _LONGEST_DAY = len("2017-06-30")
+# Year first, in other words than ISO 8601's: 2016/01/05, 2016-1-5, 2016.1.5 10:00.
+_YEAR_FIRST = re.compile(r"(\d{4})([-/.])(\d{1,2})\2(\d{1,2})(?=$|[T ])")
+# A day in English words: "5 January 2016", "Tue, 5 Jan 2016", "January 5th, 2016".
+_MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
+_MONTH_NAME = (
+    r"(?P<month>jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?"
+    r"|sept?(?:ember)?|oct(?:ober)?|nov(?:ember)?|dec(?:ember)?)\.?"
+)
+_DAY_NUMBER = r"(?P<day>\d{1,2})(?:st|nd|rd|th)?"
+_WORDED_DAYS = tuple(
+    re.compile(rf"(?:[a-z]{{3,9}},? +)?{day_and_month},? +(?P<year>\d{{4}})", re.IGNORECASE)
+    for day_and_month in (rf"{_DAY_NUMBER} +{_MONTH_NAME}", rf"{_MONTH_NAME} +{_DAY_NUMBER}")
+)
 _CLOCK = re.compile(r"\d{1,2}:\d{2}(:\d{2})?")
 _LEAP = re.compile(r"([T ]\d{2}:\d{2}):60(?:\.\d+)?")
 _MIDNIGHT = re.compile(r"([T ])24:00(?::00(?:\.0+)?)?(?![:.\d])")
 _SLASHED = re.compile(r"\d{1,2}[/.]\d{1,2}[/.]\d{2,4}.*")
 _NUMERIC = re.compile(r"[+-]?\d+(\.\d+)?")
 _SECONDS_OF_NOW = (1e8, 1e10)  # 1973 to 2286; as milliseconds they would all be early 1970
+_PATTERNLESS = ("auto", "unix", "unix_ms", "rfc2822")
+_MOST_DIGITS = 10**18
 LATEST_ZONE = timezone(timedelta(hours=-12), "latest")
 
 
@@ -162,6 +178,8 @@ def parse_instant(value: Any, zone: tzinfo, form: str = "auto") -> Instant:
     Raises:
         InstantError: the value is not an instant, or can be read in more than one way.
     """
+    if isinstance(value, Decimal):
+        value = float(value) if value.is_finite() else str(value)
     if isinstance(value, str):
         return _parse_text(value.strip(), zone, form)
     if isinstance(value, datetime):
@@ -172,15 +190,24 @@ def parse_instant(value: Any, zone: tzinfo, form: str = "auto") -> Instant:
         _checked_year(value.year, value)
         return Instant(end_of_day(value, zone), "day")
     if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if form not in _PATTERNLESS and value % 1 == 0 and abs(value) < _MOST_DIGITS:
+            return _parse_text(str(int(value)), zone, form)  # 2016 as %Y, 20160105 as %Y%m%d
         return _parse_number(value, form)
+    if isinstance(value, bytes):  # a column of text without the note that it is text
+        return _parse_text(value.decode("ascii", "backslashreplace").strip(), zone, form)
     raise InstantError("unparseable_date", f"{type(value).__name__} is not an instant")
 
 
+def _bare_number(value: object) -> InstantError:
+    wanted = "format: unix, unix_ms, or a pattern such as '%Y' or '%Y%m%d'"
+    return InstantError("ambiguous_date", f"the bare number {value} needs {wanted}")
+
+
 def _parse_number(value: float, form: str) -> Instant:
+    if isinstance(value, int) and abs(value) >= _MOST_DIGITS:
+        raise InstantError("unparseable_date", "a number of so many digits is out of range")
     if form not in {"unix", "unix_ms"}:
-        raise InstantError(
-            "ambiguous_date", f"the bare number {value!r} needs format: unix or unix_ms"
-        )
+        raise _bare_number(value)
     if form == "unix_ms" and _SECONDS_OF_NOW[0] <= value <= _SECONDS_OF_NOW[1]:
         raise InstantError(
             "ambiguous_date", f"{value!r} is early 1970 in unix_ms, and a likely date in unix"
@@ -233,14 +260,27 @@ def _parse_auto(text: str, zone: tzinfo) -> Instant:
         _checked_year(day.year, text)
         return Instant(end_of_day(day, zone), "day")
     if _NUMERIC.fullmatch(text):
-        raise InstantError(
-            "ambiguous_date", f"the bare number {text!r} needs format: unix or unix_ms"
-        )
+        raise _bare_number(repr(text))
     if _SLASHED.fullmatch(text):
         raise InstantError("ambiguous_date", f"{text!r} needs a format such as '%m/%d/%Y'")
+    if (first := _YEAR_FIRST.match(text)) is not None:
+        written = f"{first[1]}-{first[3]:>02}-{first[4]:>02}{text[first.end() :]}"
+        if written != text:
+            return _parse_auto(written, zone)
     if text[:4].isdecimal():
         return _parse_iso(text, zone)
     return _parse_rfc2822(text, zone)
+
+
+def _worded_day(text: str, zone: tzinfo) -> Instant | None:
+    """A day in words, at its end."""
+    found = next((m for worded in _WORDED_DAYS if (m := worded.fullmatch(text))), None)
+    if found is None:
+        return None
+    month = _MONTHS.index(found["month"][:3].lower()) + 1
+    day = date(int(found["year"]), month, int(found["day"]))
+    _checked_year(day.year, text)
+    return Instant(end_of_day(day, zone), "day")
 
 
 def _parse_iso(text: str, zone: tzinfo) -> Instant:
@@ -274,7 +314,9 @@ def _parse_iso(text: str, zone: tzinfo) -> Instant:
 
 def _parse_rfc2822(text: str, zone: tzinfo) -> Instant:
     clock = _CLOCK.search(text)
-    if clock is None:  # a day alone would come back as its first second: too early
+    if clock is None:  # the library gives a day's first second: too early
+        if (worded := _worded_day(text, zone)) is not None:
+            return worded
         raise InstantError("unparseable_date", f"{text!r} is not an instant")
     precision = "second" if clock[1] else "minute"
     leap = timedelta(0)

@@ -36,6 +36,7 @@ from headrace.corpus.sources.units import (
     FileHashes,
     InputFile,
     Unit,
+    files_not_matched,
     list_files,
     plan_units,
     resolve_path,
@@ -65,6 +66,7 @@ RULE_VERSIONS: Mapping[str, int] = {
     "tokenizer_training": TRAINING_VERSION,
     "shards": SHARD_VERSION,
 }
+_EXAMPLES = 5
 _UNIT_RULES = ("readers", "dating", "fingerprints", "mentions", "languages", "furniture")
 
 
@@ -82,6 +84,7 @@ class Plan:
     files: dict[str, list[InputFile]]
     units: list[Unit]
     places: list[Path]
+    not_matched: dict[str, list[str]]
     used: set[Path] = field(default_factory=set)
     shard_places: list[tuple[str, Path]] = field(default_factory=list)
 
@@ -91,6 +94,8 @@ class Plan:
             name: {
                 "files": len(files),
                 "bytes": sum(file.num_bytes for file in files),
+                "files_not_matched": len(self.not_matched[name]),
+                "first_not_matched": self.not_matched[name][:_EXAMPLES],
                 "sha256": hash_of([[file.name, file.sha256] for file in files]),
             }
             for name, files in self.files.items()
@@ -243,7 +248,15 @@ def make_plan(
             units.append(unit)
             places.append(work / "units" / unit_key(settings_key, unit))
     hashes.save()
-    return Plan(config=config, work=work, files=files, units=units, places=places, used=set(places))
+    return Plan(
+        config=config,
+        work=work,
+        files=files,
+        units=units,
+        places=places,
+        not_matched={source.name: _not_matched(config, source, work) for source in config.sources},
+        used=set(places),
+    )
 
 
 def _list_inputs(
@@ -254,6 +267,10 @@ def _list_inputs(
     context = ReadContext.for_rule(rule_for(config, source), config.max_document_bytes)
     folder = spool(source, wanted_fields(source, context), work / "spool")
     return [(path.name, path) for path in sorted(folder.glob("part-*.parquet"))]
+
+
+def _not_matched(config: CorpusConfig, source: SourceSettings, work: Path) -> list[str]:
+    return files_not_matched(source, excluded=(Path(config.output_dir), work))
 
 
 def source_splitter(source: SourceSettings) -> Any:

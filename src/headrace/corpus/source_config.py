@@ -109,6 +109,7 @@ class BaseSource(Settings):
     revisions: Literal["reject", "keep"] = "reject"  # an id that comes again with other text
 
     default_pattern: ClassVar[str] = "**/*"
+    not_data: ClassVar[str] = ""  # files with usual names that are none of the data
 
     @field_validator("not_before", "not_after", mode="before")
     @classmethod
@@ -167,7 +168,7 @@ class JsonlSource(RowSource):
     """JSON lines, plain or compressed (.gz, .zst, .bz2, .xz)."""
 
     type: Literal["jsonl"]
-    default_pattern: ClassVar[str] = "**/*.json*"
+    default_pattern: ClassVar[str] = "**/*.{json,ndjson,jl}*"
 
 
 class ParquetSource(RowSource):
@@ -188,6 +189,7 @@ class HfDatasetSource(RowSource):
     data_files: str | tuple[str, ...] | None = None
     max_records: int | None = Field(default=None, ge=1)
     default_pattern: ClassVar[str] = "**/*.arrow"
+    not_data: ClassVar[str] = "**/cache-*.arrow"  # what mapping over a data set leaves beside it
 
     @model_validator(mode="after")
     def _has_path(self) -> HfDatasetSource:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from datetime import UTC, date, datetime, timedelta
+from decimal import Decimal
 from zoneinfo import ZoneInfo
 
 import pytest
@@ -30,7 +31,7 @@ days = st.dates(date(1900, 1, 1), date(2100, 12, 31))
 moments = st.datetimes(datetime(1900, 1, 1), datetime(2100, 1, 1), timezones=st.just(UTC))
 
 
-def instant(text: str, zone: str = "UTC", form: str = "auto") -> str | None:
+def instant(text: object, zone: str = "UTC", form: str = "auto") -> str | None:
     return format_instant(parse_instant(text, time_zone(zone), form).latest_us)
 
 
@@ -118,6 +119,16 @@ def test_any_number_is_an_instant_or_an_instant_error(number: float, form: str) 
         # The hour that New York repeats means its second pass; the one it skips, the later offset.
         ("2016-11-06T01:30:00", "America/New_York", "2016-11-06T06:30:00Z"),
         ("2016-03-13T02:30:00", "America/New_York", "2016-03-13T07:30:00Z"),
+        # Year first there is one reading, whatever stands between.
+        ("2016/01/05", "UTC", "2016-01-05T23:59:59.999999Z"),
+        ("2016-1-5", "latest", "2016-01-06T11:59:59.999999Z"),
+        ("2016.1.5 10:00", "UTC", "2016-01-05T10:00:59.999999Z"),
+        ("2016/1/5T10:00:05Z", "latest", "2016-01-05T10:00:05Z"),
+        # A day in words ends like every other.
+        ("June 30, 2017", "UTC", "2017-06-30T23:59:59.999999Z"),
+        ("Mon, 5 Jun 2017", "latest", "2017-06-06T11:59:59.999999Z"),
+        ("Sept. 3rd 2016", "UTC", "2016-09-03T23:59:59.999999Z"),
+        ("3 march 2016", "UTC", "2016-03-03T23:59:59.999999Z"),
         # Samoa had no 30 December 2011.
         ("2011-12-29", "Pacific/Apia", "2011-12-30T09:59:59.999999Z"),
     ],
@@ -138,11 +149,14 @@ def test_known_instants(text: str, zone: str, expected: str) -> None:
         ("2017-06-30T25:00:00", "unparseable_date"),
         ("2017-06-30T10:00:00.", "unparseable_date"),
         ("17-06-30", "unparseable_date"),
-        ("June 30, 2017", "unparseable_date"),
+        ("June 31, 2017", "unparseable_date"),
+        ("Juny 30, 2017", "unparseable_date"),
+        ("30/6/2017", "ambiguous_date"),
+        ("2017/30/06", "unparseable_date"),
+        ("2017-6", "unparseable_date"),
         ("2017-02-30", "unparseable_date"),
         ("0000-00-00", "unparseable_date"),
         ("yesterday", "unparseable_date"),
-        ("Mon, 5 Jun 2017", "unparseable_date"),
         ("9999-12-31", "unparseable_date"),
         ("2017-06-30" * 20, "unparseable_date"),
     ],
@@ -159,6 +173,11 @@ def test_declared_forms() -> None:
     assert instant("30.06.2017", form="%d.%m.%Y") == "2017-06-30T23:59:59.999999Z"
     assert instant("2017-06-30 16h", form="%Y-%m-%d %Hh") == "2017-06-30T16:59:59.999999Z"
     assert instant("30/06/17 16:05", form="%d/%m/%y %H:%M") == "2017-06-30T16:05:59.999999Z"
+    assert instant(2016, form="%Y") == "2016-12-31T23:59:59.999999Z"
+    assert instant(2016.0, form="%Y") == "2016-12-31T23:59:59.999999Z"
+    assert instant(Decimal(20160105), form="%Y%m%d") == "2016-01-05T23:59:59.999999Z"
+    assert instant(b"2016-01-05") == "2016-01-05T23:59:59.999999Z"
+    assert instant("Mon, 5 Jun 2017", form="rfc2822") == "2017-06-05T23:59:59.999999Z"
     assert instant("June 2017", form="%B %Y") == "2017-06-30T23:59:59.999999Z"
     assert instant("20170630163015", "America/New_York", "%Y%m%d%H%M%S") == "2017-06-30T20:30:15Z"
 
@@ -182,7 +201,7 @@ def test_date_objects_keep_their_precision() -> None:
 
 
 def test_booleans_and_lists_are_no_instants() -> None:
-    for value in (True, [2017], {"y": 1}):
+    for value in (True, [2017], {"y": 1}, Decimal("NaN"), Decimal("Infinity"), 10**5000):
         with pytest.raises(InstantError):
             parse_instant(value, UTC)
 

@@ -34,7 +34,7 @@ from headrace.corpus.sources.tables import read_arrow, read_parquet, split_parqu
 from headrace.corpus.sources.units import InputFile, Part
 from headrace.corpus.sources.warc import read_warc
 
-READER_VERSION = 2
+READER_VERSION = 3
 """Changes whenever the same file could give other documents."""
 
 _Reader = Callable[[Any, Part, ReadContext], Iterator[RawDocument | Rejection]]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from headrace.corpus.sources.units import Part
 
 _HEADER = re.compile(rb"(\w[-+0-9a-z.]*) \(([^\s()]+)\)((?:\s+[-+0-9a-z.]+)+);(.*)", re.IGNORECASE)
-_TRAILER = re.compile(rb" -- (.*?) <(.*?)>\s*(.*)")
+_TRAILER = re.compile(rb" -- (.*) <([^<>]*)>\s*(.*)")
 _NO_RECORD = re.compile(
     rb"\s*$|#|/\*|\*/|vim:|\$Id|;;|Local variables:|End:|mode:|[a-z-]+: [a-z0-9-]+$", re.IGNORECASE
 )

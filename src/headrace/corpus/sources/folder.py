@@ -53,7 +53,12 @@ def read_index(path: Path, file_field: str, date_field: str) -> Mapping[str, str
                         f"index {path} has no column {field!r}; it has {', '.join(names)}",
                         remedy="set index_file_field and index_date_field",
                     )
-            return {row[file_field]: row[date_field] for row in rows}
+            dates: dict[str, str] = {}
+            for row in rows:
+                name, given = row[file_field], row[date_field]
+                if dates.setdefault(name, given) != given:
+                    dates[name] += f" or {given}"  # no date: which one counts is not known
+            return dates
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"index {path} cannot be read: {error}") from error
 

@@ -1,13 +1,17 @@
 """Records with named fields (JSON lines, Parquet, Arrow) as documents.
 
-A row is never repaired: a text that is no string, or an id that is neither string nor
-integer, is a rejection with its position.
+A row is never repaired: a text that is no string, or an id that is no name, is a rejection with
+its position. ``meta.date`` is the field ``date`` of the record in the field ``meta``.
 """
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Iterable, Mapping
 from datetime import UTC, date, datetime, timedelta
 from typing import TYPE_CHECKING, Any
+from uuid import UUID
 
 from pydantic_core import from_json
 
@@ -23,9 +27,11 @@ from headrace.corpus.sources.streams import (
 from headrace.corpus.sources.units import InputFile, Part, byte_ranges
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
 _DUMP_PREFIX = "CC-MAIN-"
+_OLD_DUMP = re.compile(r"(?:\d{4}-)?(20\d\d)")  # CC-MAIN-2009-2010, CC-MAIN-2012
+_BOM = "\ufeff"
 _DUMP_DAYS = timedelta(days=45)  # crawls run into the weeks after the one they are named for
 
 
@@ -51,6 +57,8 @@ def dump_end(dump: object) -> date | None:
     """The last day a Common Crawl dump (``CC-MAIN-2013-20``, year and week) can have run to."""
     if not isinstance(dump, str) or not dump.startswith(_DUMP_PREFIX):
         return None
+    if (old := _OLD_DUMP.fullmatch(dump.removeprefix(_DUMP_PREFIX))) is not None:
+        return date(int(old[1]), 12, 31) + _DUMP_DAYS
     year, _, week = dump.removeprefix(_DUMP_PREFIX).partition("-")
     if not (year.isdecimal() and week.isdecimal() and len(year) == 4):
         return None
@@ -69,6 +77,25 @@ def dating_fields(source: RowSource, context: ReadContext) -> tuple[tuple[str, s
     return tuple(fields.items())
 
 
+def flat_row(row: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
+    """The row with fields of records inside it under their dotted names."""
+    flat = dict(row)
+    for name in names:
+        value: Any = row
+        for part in name.split("."):
+            if not isinstance(value, Mapping) or part not in value:
+                break
+            value = value[part]
+        else:
+            flat.setdefault(name, value)
+    return flat
+
+
+def dotted_names(source: RowSource, context: ReadContext) -> tuple[str, ...]:
+    """Wanted fields that may lie inside other records."""
+    return tuple(name for name in wanted_fields(source, context) if "." in name)
+
+
 def row_document(
     source: RowSource,
     row: Mapping[str, Any],
@@ -82,15 +109,15 @@ def row_document(
     doc_id = None
     if given_id.__class__ is str and given_id:
         doc_id = given_id
-    elif isinstance(given_id, int) and not isinstance(given_id, bool):
-        doc_id = str(given_id)
-    elif given_id is not None and given_id != "":
-        return Rejection(
-            reason="bad_record",
-            detail=f"{source.id_field} is {type(given_id).__name__}, not a string or integer",
-            position=position,
-            byte=byte,
-        )
+    else:
+        doc_id = _name_of(given_id)
+        if doc_id is None and not _is_no_id(given_id):
+            return Rejection(
+                reason="bad_record",
+                detail=f"{source.id_field} is {type(given_id).__name__}, not a string or integer",
+                position=position,
+                byte=byte,
+            )
     if isinstance(text, bytes):  # a Parquet column without the note that it is text
         try:
             text = decode(text, source.encodings)
@@ -121,7 +148,7 @@ def row_document(
             values["collected_at"] = end  # a fetch after its own crawl's end is a wrong clock
     revision = row.get(source.revision_field) if source.revision_field else None
     return RawDocument(
-        text=text,
+        text=text.removeprefix(_BOM),
         position=position,
         byte=byte,
         doc_id=doc_id,
@@ -129,6 +156,24 @@ def row_document(
         revision_key=None if revision is None else str(revision),
         metadata=_metadata(source, row) if source.metadata_fields else None,
     )
+
+
+def _name_of(given: object) -> str | None:
+    """An id that is no string, as one: integers, also as columns with gaps hold them; bytes."""
+    if isinstance(given, bool):
+        return None
+    if isinstance(given, float) and given.is_integer():
+        return str(int(given))
+    if isinstance(given, bytes) and given:
+        try:
+            return given.decode()
+        except UnicodeDecodeError:
+            return given.hex()
+    return str(given) if isinstance(given, (int, UUID)) else None
+
+
+def _is_no_id(given: object) -> bool:
+    return given is None or given in ("", b"") or given != given  # noqa: PLR0124 - NaN
 
 
 def _metadata(source: RowSource, row: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -155,6 +200,8 @@ def read_jsonl(
         return
     fields = dating_fields(source, context)
     utf8_only = source.encodings == ("utf-8",)
+    dotted = dotted_names(source, context)
+    quoted = tuple({f'"{name.rpartition(".")[2]}"'.encode() for name in context.date_fields})
     stop = None if part.stop == -1 else part.stop
     for line in read_lines(path, limit=context.max_bytes, start=part.start, stop=stop):
         position += 1
@@ -177,13 +224,39 @@ def read_jsonl(
         if not isinstance(row, dict):
             yield Rejection(
                 reason="bad_json",
-                detail=f"the line is a {type(row).__name__}, not an object",
+                detail=f"the line is a {type(row).__name__}; JSON lines hold one object a line",
                 position=position,
                 byte=line.offset,
             )
             continue
-        yield row_document(source, row, fields, position=position, byte=line.offset)
+        for name in quoted:
+            if content.count(name) > 1 and (twice := _key_given_twice(content, name)):
+                detail = f"the key {twice} comes twice: which date counts is not known"
+                yield Rejection(
+                    reason="bad_json", detail=detail, position=position, byte=line.offset
+                )
+                break
+        else:
+            if dotted:
+                row = flat_row(row, dotted)
+            yield row_document(source, row, fields, position=position, byte=line.offset)
     context.num_positions = position
+
+
+def _key_given_twice(content: bytes, name: bytes) -> str | None:
+    """The key of a date, where one object of the line has it twice."""
+    wanted = name.decode().strip('"')
+    found: list[str] = []
+
+    def pairs(items: list[tuple[str, Any]]) -> None:
+        if sum(key == wanted for key, _ in items) > 1:
+            found.append(wanted)
+
+    try:
+        json.loads(content, object_pairs_hook=pairs)
+    except ValueError:  # the reader is more lenient, and has been content
+        return None
+    return found[0] if found else None
 
 
 def _unreadable(

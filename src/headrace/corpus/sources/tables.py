@@ -13,11 +13,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from headrace.corpus.document import RawDocument, Rejection
-from headrace.corpus.sources.rows import dating_fields, row_document, wanted_fields
+from headrace.corpus.sources.rows import (
+    dating_fields,
+    dotted_names,
+    flat_row,
+    row_document,
+    wanted_fields,
+)
 from headrace.corpus.sources.units import InputFile, Part, unit_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from headrace.corpus.source_config import RowSource
     from headrace.corpus.sources.context import ReadContext
@@ -25,6 +31,7 @@ if TYPE_CHECKING:
 _BATCH_ROWS = 256
 # What the library raises on damage, besides its own: names that are no text, sizes that are none.
 _DAMAGE = (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError, TypeError, KeyError)
+_FOOTED = b"ARROW1"
 _READ_BYTES = 1 << 20
 _BATCH_BYTES = 4 << 20  # of columns as the file states their size; a batch is held as objects too
 
@@ -63,7 +70,7 @@ def read_parquet(
         yield Rejection(reason="corrupt_file", detail=f"not a whole Parquet file: {error}")
         return
     with file:
-        columns = [name for name in wanted_fields(source, context) if name in names]
+        columns = _present(source, context, names)
         missing = _missing_text(source, names)
         if missing is not None:
             yield missing
@@ -87,27 +94,48 @@ def read_parquet(
 def read_arrow(
     source: RowSource, part: Part, context: ReadContext
 ) -> Iterator[RawDocument | Rejection]:
-    """Rows of an Arrow stream file as ``datasets.save_to_disk`` writes it."""
+    """Rows of an Arrow file: a stream as ``datasets.save_to_disk`` writes it, or Feather."""
     try:
-        with pa.memory_map(str(part.file.path)) as mapped, pa.ipc.open_stream(mapped) as stream:
+        with pa.memory_map(str(part.file.path)) as mapped, _opened(mapped) as stream:
             missing = _missing_text(source, stream.schema.names)
             if missing is not None:
                 yield missing
                 return
-            columns = [n for n in wanted_fields(source, context) if n in stream.schema.names]
+            columns = _present(source, context, stream.schema.names)
             batches = (
                 batch.slice(start, _BATCH_ROWS).select(columns)
-                for batch in stream
+                for batch in _record_batches(stream)
                 for start in range(0, batch.num_rows, _BATCH_ROWS)
             )
             yield from _rows(source, batches, context, 0, None)
     except _DAMAGE as error:
-        yield Rejection(reason="corrupt_file", detail=f"not a whole Arrow stream: {error}")
+        yield Rejection(reason="corrupt_file", detail=f"not a whole Arrow file: {error}")
     context.num_positions = 0
 
 
+def _opened(mapped: pa.MemoryMappedFile) -> Any:
+    """A stream, or a file with a footer (Feather), by its first bytes."""
+    is_file = mapped.read(len(_FOOTED)) == _FOOTED
+    mapped.seek(0)
+    return pa.ipc.open_file(mapped) if is_file else pa.ipc.open_stream(mapped)
+
+
+def _record_batches(opened: Any) -> Iterator[pa.RecordBatch]:
+    if isinstance(opened, pa.RecordBatchFileReader):
+        return (opened.get_batch(number) for number in range(opened.num_record_batches))
+    return iter(opened)
+
+
+def _present(source: RowSource, context: ReadContext, names: list[str]) -> list[str]:
+    """Wanted columns of those there are; of dotted names the record that holds the field."""
+    wanted = (
+        name if name in names else name.partition(".")[0] for name in wanted_fields(source, context)
+    )
+    return [name for name in dict.fromkeys(wanted) if name in names]
+
+
 def _missing_text(source: RowSource, names: list[str]) -> Rejection | None:
-    if source.text_field in names:
+    if source.text_field in names or source.text_field.partition(".")[0] in names:
         return None
     return Rejection(
         reason="bad_record",
@@ -125,6 +153,7 @@ def _rows(
     """Rows ``first + 1`` to ``last``; those that cannot be reached are rejected one by one."""
     position = first
     fields = dating_fields(source, context)
+    dotted = dotted_names(source, context)
     read = _columns(batches)
     while True:
         try:
@@ -141,7 +170,9 @@ def _rows(
             return
         for index in range(num_rows):
             position += 1
-            row = {name: values[index] for name, values in columns.items()}
+            row: Mapping[str, Any] = {name: values[index] for name, values in columns.items()}
+            if dotted:
+                row = flat_row(row, dotted)
             text = row.get(source.text_field)
             if isinstance(text, UnicodeDecodeError):
                 yield Rejection(reason="bad_encoding", detail=str(text), position=position)

@@ -72,7 +72,7 @@ class Unit:
         return digest.hexdigest()
 
 
-def glob_expression(pattern: str) -> re.Pattern[str]:
+def glob_expression(pattern: str, *, ignore_case: bool = False) -> re.Pattern[str]:
     """A glob (``*``, ``?``, ``**/``, ``{a,b}``) over ``/``-separated paths."""
     out, index = "", 0
     while index < len(pattern):
@@ -88,7 +88,7 @@ def glob_expression(pattern: str) -> re.Pattern[str]:
             out, index = f"{out}(?:{choices})", end + 1
         else:
             out, index = out + re.escape(pattern[index]), index + 1
-    return re.compile(out)
+    return re.compile(out, re.IGNORECASE if ignore_case else 0)
 
 
 def resolve_path(given: str) -> Path:
@@ -123,14 +123,14 @@ def list_files(source: BaseSource, *, excluded: Iterable[Path] = ()) -> list[tup
         ConfigError: a path does not exist.
         DataError: nothing matches.
     """
-    pattern = glob_expression(source.pattern or source.default_pattern)
+    matches = _matcher(source)
     found: dict[str, Path] = {}
     seen: set[Path] = set()
     closed = {path.resolve() for path in excluded}
     for given in source.path:
         root = resolve_path(given)
         candidates: Iterable[tuple[str, Path]] = (
-            [(_readable(root.name), root)] if root.is_file() else _walk(root, pattern, closed)
+            [(_readable(root.name), root)] if root.is_file() else _walk(root, matches, closed)
         )
         for name, path in candidates:
             real = path.resolve()
@@ -149,7 +149,29 @@ def list_files(source: BaseSource, *, excluded: Iterable[Path] = ()) -> list[tup
     return sorted(found.items())
 
 
-def _walk(root: Path, pattern: re.Pattern[str], closed: set[Path]) -> Iterator[tuple[str, Path]]:
+def files_not_matched(source: BaseSource, *, excluded: Iterable[Path] = ()) -> list[str]:
+    """Names of files in a source's folders that it does not read; hidden ones do not count."""
+    matches = _matcher(source)
+    closed = {path.resolve() for path in excluded}
+    roots = [root for root in map(resolve_path, source.path) if root.is_dir()]
+    return sorted(
+        name for root in roots for name, _ in _walk(root, lambda name: not matches(name), closed)
+    )
+
+
+def _matcher(source: BaseSource) -> Callable[[str], bool]:
+    """Whether a name is one of the source's; endings of its own accord in either case."""
+    if source.pattern is not None:
+        given = glob_expression(source.pattern)
+        return lambda name: given.fullmatch(name) is not None
+    usual = glob_expression(source.default_pattern, ignore_case=True)
+    other = glob_expression(source.not_data)
+    return lambda name: usual.fullmatch(name) is not None and other.fullmatch(name) is None
+
+
+def _walk(
+    root: Path, matches: Callable[[str], bool], closed: set[Path]
+) -> Iterator[tuple[str, Path]]:
     for folder, names, files in os.walk(root, followlinks=False):
         names[:] = sorted(
             name
@@ -159,7 +181,7 @@ def _walk(root: Path, pattern: re.Pattern[str], closed: set[Path]) -> Iterator[t
         for file in sorted(files):
             path = Path(folder, file)
             name = path.relative_to(root).as_posix()
-            if not file.startswith(".") and pattern.fullmatch(name):
+            if not file.startswith(".") and matches(name):
                 yield _readable(name), path
 
 

@@ -7,6 +7,7 @@ other record types are no records of the corpus.
 from __future__ import annotations
 
 import re
+import zlib
 from typing import TYPE_CHECKING
 
 from headrace.corpus.document import RawDocument, Rejection
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
     from headrace.corpus.sources.units import Part
 
 _CHARSET = re.compile(rb"charset\s*=\s*[\"']?([A-Za-z0-9_.:-]+)", re.IGNORECASE)
+_CHUNKED = re.compile(rb"^transfer-encoding:\s*chunked\s*$", re.IGNORECASE | re.MULTILINE)
+_CHUNK = re.compile(rb"([0-9A-Fa-f]{1,8})[^\r\n]{0,200}\r\n")
+_CONTENT_ENCODING = re.compile(rb"^content-encoding:\s*(.*?)\s*$", re.IGNORECASE | re.MULTILINE)
+_COMPRESSED = (b"\x1f\x8b", b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")
+_MOST_PAGE_BYTES = 64 << 20
 
 
 class _Stream:
@@ -97,6 +103,8 @@ def read_warc(
         content = stream.take(int(length), keep=keep)
         if content is None:
             raise BrokenStreamError("truncated_file", "the last WARC record is cut", start)
+        if stream.line():  # None: the file may end here
+            raise BrokenStreamError("corrupt_file", "a WARC record longer than it says", start)
         if is_response and not keep:
             yield Rejection(
                 reason="too_long",
@@ -113,6 +121,46 @@ def read_warc(
         raise BrokenStreamError("truncated_file", "bytes after the last WARC record", stream.offset)
 
 
+def _decoded(head: bytes, body: bytes) -> bytes:
+    """The page as it was meant, where the crawler kept the bytes of the connection.
+
+    Raises:
+        ValueError: chunks that are none, or an encoding that is not known here.
+        zlib.error: a compressed body that is damaged.
+    """
+    if _CHUNKED.search(head):
+        body = _unchunked(body)
+    encoding = _CONTENT_ENCODING.search(head)
+    name = b"identity" if encoding is None else encoding[1].lower()
+    if name in {b"gzip", b"x-gzip", b"deflate"}:
+        if not body.startswith(_COMPRESSED):  # some crawlers keep the header and not the bytes
+            return body
+        engine = zlib.decompressobj(wbits=47)  # gzip or zlib, by the first bytes
+        body = engine.decompress(body, _MOST_PAGE_BYTES)
+        if not engine.eof:
+            raise ValueError("the compressed page is cut, or very large")
+    elif name not in {b"identity", b"utf-8", b"none", b""}:
+        raise ValueError(f"Content-Encoding {name.decode('ascii', 'replace')} is not read")
+    return body
+
+
+def _unchunked(body: bytes) -> bytes:
+    first = _CHUNK.match(body)
+    if first is None:
+        return body  # kept as it was meant, under the header of the connection
+    parts: list[bytes] = []
+    at = 0
+    while (size := _CHUNK.match(body, at)) is not None:
+        length = int(size[1], 16)
+        if length == 0:
+            return b"".join(parts)
+        parts.append(body[size.end() : size.end() + length])
+        at = size.end() + length + 2
+        if at > len(body):
+            break
+    raise ValueError("a chunked body without its end")
+
+
 def _response(
     source: WarcSource, headers: dict[str, str], content: bytes, position: int, byte: int
 ) -> RawDocument | Rejection | None:
@@ -122,6 +170,16 @@ def _response(
     if len(status) < 2 or status[1] != b"200" or kind is None or b"html" not in kind[1].lower():
         return None
     url = headers.get("warc-target-uri", "").strip("<>")
+    try:
+        body = _decoded(head, body)
+    except (ValueError, zlib.error) as error:
+        return Rejection(
+            reason="bad_encoding",
+            detail=f"the body: {error}",
+            position=position,
+            byte=byte,
+            doc_id=url,
+        )
     declared = _CHARSET.search(kind[1]) or _CHARSET.search(body, 0, 4096)
     charset = None if declared is None else declared[1].decode("ascii")
     try:
