@@ -95,8 +95,10 @@ def inspect_command(
         result["found"] = found
         text.append(reading.describe_found(found, find))
     if diff is not None:
-        result["diff"] = reading.diff_manifests(manifest, Manifest.load(diff))
-        text.append(reading.describe_diff(result["diff"]))
+        from headrace.corpus.differences import describe_diff, diff_manifests
+
+        result["diff"] = diff_manifests(manifest, Manifest.load(diff))
+        text.append(describe_diff(result["diff"]))
     if html is not None:
         from headrace.corpus.page import write_page
 

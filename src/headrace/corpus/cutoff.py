@@ -63,11 +63,14 @@ class AvailabilityRule:
 
     def describe(self) -> str:
         """The rule in one sentence, for the manifest and the report."""
-        many = len(self.fields) > 1
-        parts = [f"{'the latest of ' if many else ''}{', '.join(self.fields)}"]
+        names = ", ".join(self.fields)
+        parts = [f"the latest of {names}" if len(self.fields) > 1 else f"the field {names}"]
         if self.format != "auto":
             parts.append(f"read as {self.format}")
-        parts.append(f"zone {self.timezone} where none is given; a day counts at its end")
+        zone = (
+            "UTC-12, where a day ends last of all" if self.timezone == "latest" else self.timezone
+        )
+        parts.append(f"without a zone in {zone}; without a time at the end of its day")
         if self.fields_are_bounds:
             parts.append("a crawl time: an upper bound, flagged")
         if self.delay_us:

@@ -1,11 +1,10 @@
-"""Reading a finished corpus: summary, look-ups by text, verification, differences.
+"""Reading a finished corpus: summary, look-ups by text, verification.
 
 Reads only what is in the corpus folder, in bounded memory, and changes nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pyarrow.compute as pc
@@ -16,6 +15,7 @@ from headrace.errors import DataError
 from headrace.units import format_bytes, format_count
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from headrace.corpus.manifest import Manifest
@@ -23,6 +23,12 @@ if TYPE_CHECKING:
 _BAR = 30
 _SNIPPET = 80
 PERIODS: Mapping[str, int | None] = {"auto": None, "month": 1, "year": 12, "decade": 120}
+FILTERS: Mapping[str, str] = {
+    "too_short": "shorter than checks.length.min_chars",
+    "over_length": "longer than checks.length.max_chars",
+    "language": "in another language than checks.languages.keep",
+    "boilerplate": "mostly page furniture (checks.boilerplate)",
+}
 _MARKS = {"passed": "ok  ", "warned": "WARN", "failed": "FAIL", "noted": "note"}
 
 
@@ -43,30 +49,50 @@ def describe(manifest: Manifest, *, by: str = "auto") -> str:
 def _size(manifest: Manifest) -> str:
     counts = manifest.counts
     tokens = "" if counts["tokens"] is None else f", {format_count(counts['tokens'])} tokens"
-    return f"{counts['documents']} documents, {format_bytes(counts['bytes'])}{tokens}"
+    return f"{counts['documents']:,} documents, {format_bytes(counts['bytes'])}{tokens}"
+
+
+def account(counts: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """How the records ended that are not in the corpus, in words, with their numbers."""
+    return [
+        ("after the cutoff", counts["after_cutoff"]),
+        ("damaged, undated or with a wrong clock", counts["bad"]),
+        ("the same text as an earlier one", counts["exact_duplicates"]),
+        ("nearly the same text as an earlier one", counts["near_duplicates"]),
+        *(
+            (FILTERS.get(reason, f"filtered: {reason}"), number)
+            for reason, number in counts["filtered"].items()
+        ),
+        ("beyond the token budget", counts["not_sampled"]),
+    ]
 
 
 def _describe_one(manifest: Manifest, by: str) -> list[str]:
     data, counts = manifest.data, manifest.counts
-    lines = [f"cutoff {data['cutoff']}: {_size(manifest)}"]
-    ended = {
-        "after the cutoff": counts["after_cutoff"],
-        "bad": counts["bad"],
-        "exact duplicates": counts["exact_duplicates"],
-        "near-duplicates": counts["near_duplicates"],
-        **{f"filtered ({reason})": n for reason, n in counts["filtered"].items()},
-        "not sampled": counts["not_sampled"],
-    }
-    told = ", ".join(f"{n} {what}" for what, n in ended.items() if n) or "none left out"
-    lines.append(f"of {counts['records']} records: {told}")
-    lines += [
-        f"  {source['name']} ({source['type']}, {source['license']}): {source['files']} files, "
-        f"available at: {source['available_at']}"
-        for source in data["sources"]
-    ]
+    lines = [f"available by {data['cutoff']}: {_size(manifest)}"]
+    left_out = [(what, number) for what, number in account(counts) if number]
+    lines.append(
+        f"{counts['records']:,} records were read; {sum(n for _, n in left_out):,} are left out"
+        + (":" if left_out else "")
+    )
+    lines += [f"  {number:>10,}  {what}" for what, number in left_out]
+    lines += ["", "sources:"]
+    for source in data["sources"]:
+        others = source.get("files_not_matched", 0)
+        also = f" ({others:,} others do not match and were not read)" if others else ""
+        lines += [
+            (
+                f"  {source['name']} ({source['type']}): {source['files']:,} files{also}, "
+                f"{source['records']:,} records; licence: {source['license']}"
+            ),
+            f"      available at: {source['available_at']}",
+        ]
     lines += ["", *histogram_lines(data["histogram"], by)]
-    lines.append("")
-    lines += [f"{_MARKS[c['status']]}  {c['name']}: {c['message']}" for c in manifest.checks]
+    lines += ["", "checks:"]
+    lines += [
+        f"  {_MARKS[c['status']]}  {c['name'].replace('_', ' ')}: {c['message']}"
+        for c in manifest.checks
+    ]
     return lines
 
 
@@ -110,7 +136,7 @@ def histogram_lines(histogram: Sequence[Mapping[str, Any]], by: str = "auto") ->
     unit = "bytes" if histogram[0]["tokens"] is None else "tokens"
     periods = by_period(histogram, width=PERIODS[by])
     largest = max(sum(sources.values()) for _, sources in periods)
-    lines = [f"available at, {unit}:"]
+    lines = [f"when the text became available, in {unit}:"]
     for period, sources in periods:
         total = sum(sources.values())
         bar = "#" * max(1, round(_BAR * total / largest)) if total else ""
@@ -180,92 +206,3 @@ def verify(manifest: Manifest) -> int:
                 )
             num_files += 1
     return num_files
-
-
-def diff_manifests(first: Manifest, second: Manifest) -> dict[str, Any]:
-    """What differs between the latest vintages of two corpora: the change from first to second."""
-    old, new = first.vintages[-1].data, second.vintages[-1].data
-    return {
-        "identical": old["content_sha256"] == new["content_sha256"],
-        "cutoff": _changed(old["cutoff"], new["cutoff"]),
-        "settings": _changed_leaves(old["config"], new["config"]),
-        "rule_versions": _changed_leaves(old["rule_versions"], new["rule_versions"]),
-        "counts": _changed_leaves(old["counts"], new["counts"]),
-        "sources": _changed_sources(old["sources"], new["sources"]),
-        "histogram": _changed_months(old["histogram"], new["histogram"]),
-        "checks": _changed_leaves(
-            {check["name"]: check["status"] for check in old["checks"]},
-            {check["name"]: check["status"] for check in new["checks"]},
-        ),
-        "tokenizer": _changed(
-            (old["tokenizer"] or {}).get("sha256"), (new["tokenizer"] or {}).get("sha256")
-        ),
-    }
-
-
-def _changed(old: Any, new: Any) -> list[Any] | None:
-    return None if old == new else [old, new]
-
-
-def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping) and value:
-        for key, item in value.items():
-            yield from _leaves(item, f"{path}.{key}" if path else str(key))
-    elif isinstance(value, list) and value:
-        for index, item in enumerate(value):
-            yield from _leaves(item, f"{path}.{index}")
-    else:
-        yield path, value
-
-
-def _changed_leaves(old: Any, new: Any) -> dict[str, list[Any]]:
-    before, after = dict(_leaves(old)), dict(_leaves(new))
-    keys = [*before, *(key for key in after if key not in before)]
-    return {
-        key: [before.get(key), after.get(key)] for key in keys if before.get(key) != after.get(key)
-    }
-
-
-def _changed_sources(old: Sequence[Any], new: Sequence[Any]) -> dict[str, Any]:
-    before = {source["name"]: source for source in old}
-    after = {source["name"]: source for source in new}
-    return {
-        name: _changed_leaves(before.get(name, {}), after.get(name, {}))
-        for name in dict.fromkeys([*before, *after])
-        if before.get(name) != after.get(name)
-    }
-
-
-def _changed_months(old: Sequence[Any], new: Sequence[Any]) -> list[dict[str, Any]]:
-    before = {(row["source"], row["month"]): row for row in old}
-    after = {(row["source"], row["month"]): row for row in new}
-    changed = []
-    for source, month in sorted(before.keys() | after.keys()):
-        counts = [(side.get((source, month)) or {}).get("documents", 0) for side in (before, after)]
-        if counts[0] != counts[1]:
-            changed.append({"source": source, "month": month, "documents": counts})
-    return changed
-
-
-def describe_diff(diff: Mapping[str, Any]) -> str:
-    """A difference for the terminal."""
-    if diff["identical"] and not any(diff[key] for key in diff if key != "identical"):
-        return "the two corpora are the same"
-    lines = ["contents are the same" if diff["identical"] else "contents differ"]
-    lines += [
-        f"{key}: {diff[key][0]} -> {diff[key][1]}" for key in ("cutoff", "tokenizer") if diff[key]
-    ]
-    for key in ("settings", "rule_versions", "counts", "checks"):
-        lines += [f"{key}.{name}: {old} -> {new}" for name, (old, new) in diff[key].items()]
-    for name, changes in diff["sources"].items():
-        lines += [
-            f"source {name}.{key}: {old} -> {new}" for key, (old, new) in list(changes.items())[:8]
-        ]
-    months = diff["histogram"]
-    lines += [
-        f"{row['source']} {row['month']}: {row['documents'][0]} -> {row['documents'][1]} documents"
-        for row in months[:24]
-    ]
-    if len(months) > 24:
-        lines.append(f"… and {len(months) - 24} more months")
-    return "\n".join(lines)

@@ -9,7 +9,7 @@ import html
 from typing import TYPE_CHECKING, Any
 
 from headrace.corpus.files import write_text
-from headrace.corpus.inspect import by_period
+from headrace.corpus.inspect import account, by_period
 from headrace.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -115,12 +115,7 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, numeric: Sequ
 def _account(counts: Mapping[str, Any]) -> str:
     rows = [
         ("in the corpus", counts["documents"]),
-        ("after the cutoff", counts["after_cutoff"]),
-        ("damaged, undated or with a wrong clock", counts["bad"]),
-        ("exact duplicate of an earlier one", counts["exact_duplicates"]),
-        ("near-duplicate of an earlier one", counts["near_duplicates"]),
-        *((f"filtered: {html.escape(reason)}", n) for reason, n in counts["filtered"].items()),
-        ("not sampled", counts["not_sampled"]),
+        *account(counts),
         ("<b>records read</b>", counts["records"]),
     ]
     shown = [[what, f"{n:,}"] for what, n in rows if n or what == "in the corpus"]

@@ -65,9 +65,9 @@ def judge(config: CorpusConfig, facts: Mapping[str, Any]) -> list[dict[str, Any]
             share,
             checks.future_mentions.max_share,
             checks.future_mentions.action,
-            f"{mentions['num_sure']} of {documents} documents ({share:.2%}) speak in their body of "
-            f"a year, date or name after the cutoff, other than as an outlook; "
-            f"{mentions['num_documents']} have any such mention",
+            f"{mentions['num_sure']:,} of {documents:,} documents ({share:.2%}) speak in their "
+            "text of a year, date or name from after the cutoff as of something known; "
+            f"{mentions['num_documents']:,} name one at all, be it in a notice or as an outlook",
             counts={"kinds": mentions["kinds"], "years": mentions["years"]},
             examples=mentions["examples"],
         )
@@ -81,9 +81,9 @@ def judge(config: CorpusConfig, facts: Mapping[str, Any]) -> list[dict[str, Any]
             share,
             checks.near_duplicates.max_share,
             checks.near_duplicates.action,
-            f"{duplicates['near']} near-duplicates and {duplicates['exact']} exact ones removed, "
-            f"the earliest kept; {duplicates['across']} documents after the cutoff repeat one "
-            "before it",
+            f"{duplicates['near']:,} near-duplicates and {duplicates['exact']:,} exact ones left "
+            f"out, the earliest kept; {duplicates['across']:,} documents from after the cutoff "
+            "repeat one from before it",
             counts={k: v for k, v in duplicates.items() if k != "examples"},
             examples=duplicates["examples"],
         )
@@ -98,8 +98,10 @@ def judge(config: CorpusConfig, facts: Mapping[str, Any]) -> list[dict[str, Any]
             share,
             checks.revisions.max_share,
             checks.revisions.action,
-            f"{revisions['later_versions']} documents are later versions of "
-            f"{revisions['revised']} others; every version counts from its own date",
+            f"{revisions['later_versions']:,} documents are later versions of "
+            f"{revisions['revised']:,} others, each available from its own date"
+            if revisions["later_versions"]
+            else "no document is known to be a later version of another",
             counts={k: v for k, v in revisions.items() if k != "examples"},
             examples=revisions["examples"],
         )
@@ -111,8 +113,10 @@ def judge(config: CorpusConfig, facts: Mapping[str, Any]) -> list[dict[str, Any]
             share,
             checks.upper_bounds.max_share,
             checks.upper_bounds.action,
-            f"{counts['upper_bound']} of {documents} documents are dated by a crawl time: "
-            "available no later, perhaps much earlier",
+            f"{counts['upper_bound']:,} of {documents:,} documents are dated by a crawl time: "
+            "available no later, perhaps much earlier"
+            if counts["upper_bound"]
+            else "no document is dated by a crawl time",
             counts={"upper_bound": counts["upper_bound"], "rules": facts["rules"]},
         )
     )
@@ -124,8 +128,8 @@ def judge(config: CorpusConfig, facts: Mapping[str, Any]) -> list[dict[str, Any]
         result.append(_vintage("tokenizer_vintage", origin, given, facts["cutoff_us"], counts))
     model = config.base_model
     words = (
-        "no base_model is named; training one further cannot take out what it knows, so only a "
-        "model trained from nothing on this corpus knows no more than it"
+        "no base_model is named: a model that starts from random weights knows nothing but this "
+        "corpus; training another one further cannot take out what it knows"
         if model is None
         else f"{model.name}: training it further on this corpus cannot take out what it knows"
     )
@@ -154,8 +158,8 @@ def _bad_input(facts: Mapping[str, Any]) -> dict[str, Any]:
         shares[worst],
         facts["sources"][worst]["max_bad_share"],
         "fail",
-        f"{bad} records were damaged or could not be dated; worst source {worst} "
-        f"({shares[worst]:.2%})",
+        f"{bad:,} records were damaged, undated or had a wrong clock; the largest share is that of "
+        f"{worst} ({shares[worst]:.2%})",
         counts={name: source["bad_reasons"] for name, source in facts["sources"].items()},
         examples=facts["bad_examples"],
     )
@@ -175,8 +179,8 @@ def _filters(
             _share(length, seen),
             config.checks.length.max_share,
             config.checks.length.action,
-            f"{length} documents filtered; those kept have {chars['shortest']} to "
-            f"{chars['longest']} characters, {chars['mean']:.0f} on average",
+            f"{length:,} documents filtered by their length; those kept have {chars['shortest']:,} "
+            f"to {chars['longest']:,} characters, {chars['mean']:,.0f} on average",
             counts={**chars, **{k: reasons.get(k, 0) for k in ("too_short", "over_length")}},
         )
     )
@@ -189,20 +193,22 @@ def _filters(
             _share(other, seen),
             config.checks.languages.max_share,
             config.checks.languages.action,
-            f"{other} documents filtered by language; of those kept {languages.get(most, 0)} are "
-            f"'{most}' (und: too little evidence)",
+            f"{other:,} documents filtered by language; of those kept "
+            f"{languages.get(most, 0):,} are '{most}', {languages.get('und', 0):,} have too few "
+            "plain words to tell",
             counts=languages,
         )
     )
     dropped = reasons.get("boilerplate", 0)
+    halves = sum(n for tenth, n in facts["boilerplate_tenths"].items() if int(tenth) >= 5)
     out.append(
         _check(
             "boilerplate",
             _share(dropped, seen),
             config.checks.boilerplate.max_share,
             config.checks.boilerplate.action,
-            f"{dropped} documents filtered as page furniture; tenths of furniture among those kept "
-            "in the counts",
+            f"{dropped:,} documents filtered as mostly menus, notices and repeated lines; of those "
+            f"kept {halves:,} are half or more of that",
             counts=facts["boilerplate_tenths"],
         )
     )
@@ -240,8 +246,8 @@ def _concentration(config: CorpusConfig, facts: Mapping[str, Any]) -> dict[str, 
         limit,
         settings.action,
         f"the largest month is {month} with {month_share:.1%} of the {field}, the largest "
-        f"source {source} with {source_share:.1%}; {len(months)} months, "
-        f"as many as {effective:.1f} equal ones",
+        f"source {source} with {source_share:.1%}; the {len(months)} months are "
+        f"filled as evenly as {effective:.1f} equal ones",
         counts={
             "months": len(months),
             "effective_months": round(effective, 2),
@@ -268,7 +274,7 @@ def _budget(config: CorpusConfig, facts: Mapping[str, Any]) -> dict[str, Any]:
             0.0,
             None,
             "off",
-            f"no budget; {tokens} tokens",
+            f"no budget; {tokens:,} tokens",
             counts={"tokens": tokens},
         )
     missing = max(0.0, 1 - _share(tokens, budget))
@@ -277,7 +283,7 @@ def _budget(config: CorpusConfig, facts: Mapping[str, Any]) -> dict[str, Any]:
         missing,
         0.05,
         "warn",
-        f"{tokens} tokens of a budget of {budget}, spread by {config.sampling.spread}",
+        f"{tokens:,} tokens of a budget of {budget:,}, spread by {config.sampling.spread}",
         counts={"tokens": tokens, "budget": budget, **facts["budget"]},
     )
 

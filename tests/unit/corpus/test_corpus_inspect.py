@@ -13,14 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from headrace.cli.corpus import app
-from headrace.corpus.inspect import (
-    by_period,
-    describe,
-    describe_diff,
-    diff_manifests,
-    find_text,
-    verify,
-)
+from headrace.corpus.differences import describe_diff, diff_manifests
+from headrace.corpus.inspect import by_period, describe, find_text, verify
 from headrace.corpus.page import page
 from headrace.errors import ConfigError, DataError
 
@@ -51,7 +45,7 @@ def corpus(build: Callable[..., Manifest], source: Path) -> Manifest:
 
 def test_the_summary_names_vintages_sources_months_and_checks(corpus: Manifest) -> None:
     text = describe(corpus)
-    for word in ("2012", "2014", "mill", "after the cutoff", "future_mentions", "available at"):
+    for word in ("2012", "2014", "mill", "after the cutoff", "future mentions", "available at"):
         assert word in text
     assert "54 documents" in text
 
@@ -102,6 +96,15 @@ def test_differences(corpus: Manifest, build: Any, source: Path) -> None:
     diff = diff_manifests(early, late)
     assert diff["counts"]["documents"] == [36, 54]
     assert {"source": "mill", "month": "2013-01", "documents": [0, 1]} in diff["histogram"]
+    told = describe_diff(diff)
+    for line in (
+        "settings: the same", "inputs: the same", "tokenizer: the same", "  mill 2013: +12",
+    ):  # fmt: skip
+        assert line in told.splitlines()
+    assert re.search(r"documents +36 -> +54  \(\+18\)", told)
+    back = describe_diff(diff_manifests(late, early))
+    assert "  mill 2014: -6" in back.splitlines()
+    assert re.search(r"documents +54 -> +36  \(-18\)", back)
     other = build(
         {"path": str(source), "name": "mill"},
         output="other",
@@ -113,6 +116,20 @@ def test_differences(corpus: Manifest, build: Any, source: Path) -> None:
     assert diff["identical"] is False or diff["settings"]
     assert diff["settings"]["checks.length.min_chars"] == [1, 5]
     assert "checks.length.min_chars: 1 -> 5" in describe_diff(diff)
+
+
+def test_many_months_are_told_by_years() -> None:
+    months = [
+        {"source": "a", "month": f"{year}-{month:02d}", "documents": [year % 2, 2]}
+        for year in range(2000, 2004)
+        for month in range(1, 13)
+    ]
+    months.append({"source": "b", "month": "1950-01", "documents": [5, 3]})
+    same = {"settings": {}, "rule_versions": {}, "counts": {}, "sources": {}, "checks": {}}
+    diff = {"identical": False, "cutoff": None, "tokenizer": None, "inputs": {}, **same}
+    lines = describe_diff({**diff, "histogram": months}).splitlines()
+    assert lines[-5:] == ["  a 2000: +24", "  a 2001: +12", "  a 2002: +24", "  a 2003: +12",
+                          "  b 1950-01: -2"]  # fmt: skip
 
 
 class _Tags(HTMLParser):
