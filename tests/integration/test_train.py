@@ -461,7 +461,7 @@ def test_a_checkpoint_of_another_model_is_refused_before_tokenising(
         ({"eos_token": "<stop>"}, ConfigError, "'<stop>' is not a token"),
         ({"model_config": {"hidden_size": 32}}, ConfigError, "no model_type"),
         ({"model_config": {"model_type": "qwen9"}}, ConfigError, "knows no model_type 'qwen9'"),
-        ({"model_config": "absent/config.json"}, ConfigError, "no model configuration"),
+        ({"model_config": "absent/config.json"}, ConfigError, "neither a folder nor"),
         ({"model_config": None, "model_name_or_path": "nobody/nothing"}, ConfigError, "hub cache"),
         ({"device": "cuda"}, ConfigError, "sees no GPU"),
         ({"device": "tpu9"}, ConfigError, "is no device"),
