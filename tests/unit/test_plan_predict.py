@@ -32,7 +32,7 @@ from headrace.plan.speed import compute_seconds, predict_speed
 from headrace.units import GIB
 
 LATER = Features(
-    moments=("float32", "bfloat16", "8bit"), state_on_device=True, max_gpus=8, selective_keep=False
+    moments=("float32", "bfloat16", "8bit"), state_on_device=True, selective_keep=False
 )
 
 

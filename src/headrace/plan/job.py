@@ -21,17 +21,15 @@ class Features:
     Attributes:
         moments: types that the optimizer state can have.
         state_on_device: optimizer state may lie in spare device memory.
-        max_gpus: ranks that can train together.
         selective_keep: a kept layer saves matmul and attention outputs only.
     """
 
     moments: tuple[Moments, ...]
     state_on_device: bool
-    max_gpus: int
     selective_keep: bool
 
 
-THIS_VERSION = Features(moments=("float32",), state_on_device=True, max_gpus=1, selective_keep=True)
+THIS_VERSION = Features(moments=("float32",), state_on_device=True, selective_keep=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -105,7 +105,9 @@ def usable_host(machine: Machine) -> int | None:
     return int(machine.host_bytes.value * (1 - HOST_SLACK))
 
 
-def _host_items(model: Architecture, job: Job, *, offloaded: int, cpu: bool) -> list[Item]:
+def _host_items(
+    model: Architecture, job: Job, num_gpus: int, *, offloaded: int, cpu: bool
+) -> list[Item]:
     trained = trained_part(model, job)
     resident = resident_parameters(model, job)
     # Units on the device have their share of what is trained there.
@@ -169,7 +171,12 @@ def _host_items(model: Architecture, job: Job, *, offloaded: int, cpu: bool) -> 
             formula=f"{gradient} x {count:,}, held until the norm of all is known",
         ),
         *saves,
-        Item(kind="process", num_bytes=runtime, formula="allowance for torch and drivers"),
+        Item(
+            kind="process",
+            num_bytes=runtime * num_gpus,
+            formula="allowance for torch and drivers"
+            + (f", {num_gpus} processes" if num_gpus > 1 else ""),
+        ),
     ]
 
 
@@ -320,7 +327,8 @@ def footprint(
     offloaded = offloaded_bytes(
         model, job, machine.num_gpus, activations=activations, waves=waves, cpu=machine.is_cpu
     )
-    host = _host_items(model, job, offloaded=offloaded, cpu=machine.is_cpu)
+    cards = machine.num_gpus
+    host = _host_items(model, job, cards, offloaded=cards * offloaded, cpu=machine.is_cpu)
     device = _device_items(
         model,
         job,

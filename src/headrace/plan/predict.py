@@ -200,11 +200,6 @@ def _choice(choice: Choice, machine: Machine) -> dict[str, Any]:
 
 def _notes(job: Job, machine: Machine, features: Features, choice: Choice) -> list[str]:
     notes = []
-    if machine.num_gpus > features.max_gpus:
-        notes.append(
-            f"this version trains on {features.max_gpus} GPU; figures for {machine.num_gpus} "
-            "assume that each card fetches and returns its share of every layer"
-        )
     if job.moments not in features.moments:
         notes.append(
             f"{job.moments} moments are not in this version, which keeps "

@@ -124,7 +124,7 @@ def _speed(
     if cards > 1:
         link = machine.nvlink.value * giga
         forward["nvlink"] = down * shared / link
-        backward["nvlink"] = (up_again + back) * shared / link
+        backward["nvlink"] = (up_again + 4 * trained) * shared / link  # summed in float32
     update = trained / (machine.update.value * giga)
     (forward if update_under == "forward" else backward)["update"] = update
     first = model.num_embedding + model.largest_layer
