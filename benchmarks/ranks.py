@@ -57,18 +57,15 @@ def main() -> int:
     arguments = _arguments()
     ranks = Ranks.started()
     try:
-        device = torch.device(bind_device(ranks, arguments.device))
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        ranks.connect(device)
-        case = _parity if arguments.case == "parity" else _speed
-        result = case(arguments, ranks, device)
-    except BaseException as error:
-        shown = ranks.explained(error)
-        ranks.close(failed=True)
-        if not isinstance(shown, HeadraceError):
-            raise
-        print(f"rank {ranks.rank}: {shown}", file=sys.stderr, flush=True)
+        with ranks.joined():
+            device = torch.device(bind_device(ranks, arguments.device))
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            ranks.connect(device)
+            case = _parity if arguments.case == "parity" else _speed
+            result = case(arguments, ranks, device)
+    except HeadraceError as error:
+        print(f"rank {ranks.rank}: {error}", file=sys.stderr, flush=True)
         os._exit(1)  # groups of a failed run have threads that an interpreter cannot end
     if ranks.is_main:
         print(json.dumps(result), flush=True)

@@ -15,6 +15,7 @@ import runpy
 import shlex
 import shutil
 import socket
+import subprocess
 import sys
 import warnings
 from fnmatch import fnmatch
@@ -46,6 +47,7 @@ SMALLER = {
     "headrace train recipes/*.yaml*--dry-run": "",
     "headrace train recipes/tiny-cpu.yaml*": TINY_TRAIN,
     "headrace tune recipes/tiny-cpu.yaml*": TINY_TRAIN,
+    "torchrun * headrace train recipes/tiny-cpu.yaml*": TINY_TRAIN,
     "headrace train recipes/*.yaml model_name_or_path=models/tiny *": (
         "max_length=64 excess_length=split max_steps=1 device=cpu progress=none"
     ),
@@ -86,6 +88,9 @@ RUN = [pair for pair in COMMANDS if not any(fnmatch(pair[1], reason) for reason 
 def call(command):
     """Run a command in this process; returns its exit code."""
     words = shlex.split(command.partition(">")[0])
+    if words[0] == "torchrun":
+        run = [sys.executable, "-m", "torch.distributed.run", *words[1:]]
+        return subprocess.run(run, check=False, timeout=240).returncode
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         try:
@@ -217,7 +222,9 @@ def test_a_documented_command_runs(world, page, command, capfd):
         if path in words and words.index(path) > 2:
             shutil.rmtree(world / path, ignore_errors=True)
     added = next((more for pattern, more in SMALLER.items() if fnmatch(command, pattern)), "")
-    assert command.startswith("headrace "), f"{page}: no rule says how to run {command!r}"
+    assert command.startswith(("headrace ", "torchrun ")), (
+        f"{page}: no rule says how to run {command!r}"
+    )
     code = call(f"{command.partition('>')[0]} {added}")
     allowed = {0, 3} if command.startswith("headrace plan") else {0}
     assert code in allowed, f"{page}: {command}\n{capfd.readouterr().err[-2000:]}"

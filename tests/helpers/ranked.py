@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import torch
+from transformers import AutoConfig
 
 from headrace.engine import AdamWConfig, Engine, EngineConfig
 from headrace.models.spec import ModelSpec
+from headrace.store.checkpoint import load_checkpoint
 from headrace.store.loading import initialise
 from headrace.store.ranges import Share
 from headrace.store.state import ModelState
@@ -51,6 +53,14 @@ def trained(
         (r.loss, r.grad_norm, r.num_tokens, r.num_supervised_tokens, r.skipped) for r in results
     ]
     return said, (evaluated.loss_sum, evaluated.num_supervised_tokens), shard_planes(state)
+
+
+def loaded(ranks, *, path, dtype):
+    """This rank's planes of a checkpoint."""
+    spec = ModelSpec(AutoConfig.from_pretrained(str(path)))
+    state = ModelState(spec.units, dtype, share=Share(rank=ranks.rank, num_ranks=ranks.size))
+    load_checkpoint(path, spec, state)
+    return shard_planes(state)
 
 
 def shard_planes(state):

@@ -3,6 +3,9 @@
 import pytest
 
 from crew import Crew
+from small_runs import corpus, make_config, run_config
+
+__all__ = ["corpus", "make_config", "run_config"]
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ import errno
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 
 VERBS = {
@@ -72,7 +73,25 @@ def main(argv: Sequence[str] | None = None) -> None:
         hint = f" Did you mean '{near[0]}'?" if near else ""
         print(f"headrace: no verb '{verb}'.{hint}\n\n{_usage()}", file=sys.stderr, end="")
         sys.exit(2)
-    sys.exit(_run(verb, arguments[1:]))
+    code = 1
+    try:
+        code = _run(verb, arguments[1:])
+    except Exception:
+        if not _in_groups():
+            raise
+        traceback.print_exc()
+    if code and _in_groups():
+        # Groups that a failed rank leaves have threads that an interpreter cannot end.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def _in_groups() -> bool:
+    """Whether this process still belongs to others of a run."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and bool(distributed.is_initialized())
 
 
 def _run(verb: str, arguments: list[str]) -> int:

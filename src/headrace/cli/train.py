@@ -72,6 +72,7 @@ def train(
 
     from rich.console import Console
 
+    from headrace.parallel.launch import place_of
     from headrace.trainer.run import train as run
     from headrace.trainer.signals import StopNow
 
@@ -80,7 +81,7 @@ def train(
     except StopNow as stopped:
         typer.echo(f"headrace train: {stopped}", err=True)
         raise typer.Exit(stopped.exit_code) from stopped
-    if as_json:
+    if as_json and place_of().rank == 0:
         print(json.dumps(vars(result), default=str))
     raise typer.Exit(result.exit_code)
 

@@ -164,8 +164,10 @@ class Engine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # Lanes of a rank that fails may wait for others for as long as its process lives.
+        if kind is None or self.ranks.size == 1:
+            self.close()
 
     def close(self) -> None:
         """Finish queued updates and end the lanes; the state stays valid."""

@@ -13,6 +13,7 @@ ends the others with its reason (:mod:`headrace.parallel.watch`).
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import time
@@ -32,8 +33,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 TIMEOUT_SECONDS = 600.0
+AGREE_TIMEOUT = timedelta(minutes=30)  # the main rank may be in a callback
 SAVE_TIMEOUT = timedelta(days=2)  # of a checkpoint's next unit: disks may be slow, the watch is not
 _POLL_SECONDS = 0.05
+
+
+_meetings = itertools.count()  # a process may train several times
 
 
 class Ranks:
@@ -53,7 +58,7 @@ class Ranks:
 
         Args:
             place: of this process; None for a run of one.
-            timeout_seconds: the longest wait for another rank.
+            timeout_seconds: the longest wait for another rank in a step.
 
         Raises:
             RankError: they do not come.
@@ -89,31 +94,31 @@ class Ranks:
     def _meet(self, place: Place) -> None:
         os.environ.setdefault("MASTER_ADDR", place.address)
         os.environ.setdefault("MASTER_PORT", str(place.port))
+        name = f"headrace/{next(_meetings)}"
+        meeting = timedelta(seconds=TIMEOUT_SECONDS)
         try:
             if not dist.is_initialized():
-                store, _, _ = next(
-                    rendezvous("env://", self.rank, self.size, timeout=self._timeout)
-                )
+                store, _, _ = next(rendezvous("env://", self.rank, self.size, timeout=meeting))
                 dist.init_process_group(
                     "gloo",
-                    store=PrefixStore("headrace/agree", store),
+                    store=PrefixStore(f"{name}/groups", store),
                     rank=self.rank,
                     world_size=self.size,
-                    timeout=self._timeout,
+                    timeout=meeting,
                 )
                 self._owns_groups = True
             else:
                 store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - the only way to the store of a group that others made
-            self._agree = dist.new_group(backend="gloo", timeout=self._timeout)
+            self._agree = dist.new_group(backend="gloo", timeout=AGREE_TIMEOUT)
             self._save = dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT)
         except (RuntimeError, ValueError, OSError) as error:
             raise RankError(
                 f"rank {self.rank} of {self.size} did not meet the others within "
-                f"{self._timeout.total_seconds():.0f} s: {_first_line(error)}",
+                f"{TIMEOUT_SECONDS:.0f} s: {_first_line(error)}",
                 remedy="look at MASTER_ADDR and MASTER_PORT, and whether all processes started",
             ) from error
-        self._store = PrefixStore("headrace", store)
-        self._watch = Watch(PrefixStore("headrace/watch", store.clone()), self.rank, self.size)
+        self._store = PrefixStore(name, store)
+        self._watch = Watch(PrefixStore(f"{name}/watch", store.clone()), self.rank, self.size)
 
     @property
     def is_main(self) -> bool:
@@ -122,7 +127,7 @@ class Ranks:
 
     def connect(self, device: torch.device) -> None:
         """Make the group of the exchange lane: NCCL between GPUs, gloo between CPUs."""
-        if self.size == 1:
+        if self.size == 1 or self._data is not None:
             return
         backend = "nccl" if device.type == "cuda" else "gloo"
         self._data = dist.new_group(
@@ -181,10 +186,12 @@ class Ranks:
 
     def _wait_for(self, key: str) -> None:
         """Until a key is set; the watch ends the wait when a rank fails."""
+        pause = _POLL_SECONDS / 50
         while not self._store.check([key]):
             if self._watch is not None and (reason := self._watch.reason) is not None:
                 raise reason
-            time.sleep(_POLL_SECONDS)
+            time.sleep(pause)
+            pause = min(2 * pause, _POLL_SECONDS)
 
     # -- tensors of units, by the exchange lane ----------------------------------------------
 
@@ -214,14 +221,22 @@ class Ranks:
 
     # -- the end -----------------------------------------------------------------------------
 
-    def explained(self, error: BaseException) -> BaseException:
-        """What to raise for an error: another rank's failure is the reason, if there was one first.
+    @contextlib.contextmanager
+    def joined(self) -> Iterator[None]:
+        """What all ranks do together: a failure inside ends the others, too.
 
-        Tells the others otherwise.
+        Raises:
+            RankError: another rank's failure came first and is the reason for this one's.
         """
-        if self._watch is None:
-            return error
-        return self._watch.failed(error)
+        try:
+            yield
+        except BaseException as error:
+            if self._watch is not None:
+                reason = self._watch.failed(error)
+                self.close(failed=True)
+                if reason is not error:
+                    raise reason from error
+            raise
 
     def close(self, *, failed: bool) -> None:
         """Leave the groups; a run that did not fail waits for the slowest rank."""

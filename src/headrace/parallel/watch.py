@@ -74,16 +74,21 @@ class Watch:
         if self.reason is not None:
             self._told = True
             return self.reason
-        message = error.message if isinstance(error, HeadraceError) else repr(error)
-        remedy = error.remedy if isinstance(error, HeadraceError) else None
+        told = json.dumps(
+            {
+                "rank": self._rank,
+                "message": error.message if isinstance(error, HeadraceError) else repr(error),
+                "remedy": error.remedy if isinstance(error, HeadraceError) else None,
+                "exit_code": getattr(error, "exit_code", EXIT_FAILED),
+            }
+        )
         self._told = True
         try:
             with self._use:
-                told = json.dumps({"rank": self._rank, "message": message, "remedy": remedy})
                 first = json.loads(self._store.compare_set(_FAILED, "", told))
         except (RuntimeError, ValueError):
             return error  # the store is gone, and so are the others
-        self._last_resort(f"rank {self._rank}: {message}")
+        self._last_resort(f"rank {self._rank}: {error}")
         return error if first["rank"] == self._rank else _reason(first)
 
     def close(self, *, failed: bool) -> None:
@@ -157,4 +162,6 @@ class Watch:
 
 
 def _reason(told: dict[str, Any]) -> RankError:
-    return RankError(f"rank {told['rank']} failed: {told['message']}", remedy=told["remedy"])
+    reason = RankError(f"rank {told['rank']} failed: {told['message']}", remedy=told["remedy"])
+    reason.exit_code = told["exit_code"]  # all ranks of a run return the same
+    return reason

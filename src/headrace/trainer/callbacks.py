@@ -26,7 +26,12 @@ from headrace.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from headrace.parallel.ranks import Ranks
     from headrace.trainer.config import TrainConfig
+
+_WISHES = (
+    "should_log", "should_evaluate", "should_save", "should_training_stop", "should_epoch_stop",
+)  # fmt: skip
 
 
 def _defaults() -> dict[str, Any]:
@@ -88,11 +93,23 @@ class Callbacks:
         state: TrainerState,
         model: Any,
         tokenizer: Any,
+        is_main: bool = True,
     ) -> None:
+        """Begin without wishes.
+
+        Args:
+            callbacks: to call.
+            config: of the run.
+            state: what they see of it.
+            model: on the meta device.
+            tokenizer: of the run.
+            is_main: of several ranks, the others call nobody, and take over what was asked for.
+        """
         self.control = TrainerControl()
         self.state = state
-        self._callbacks = [*callbacks, *integrations(config.report_to)]
+        self._callbacks = [*callbacks, *integrations(config.report_to)] if is_main else []
         self._args = ArgumentsView(config)
+        state.is_world_process_zero = state.is_local_process_zero = is_main
         self._given = {
             "model": model,
             "processing_class": tokenizer,
@@ -116,6 +133,13 @@ class Callbacks:
         self.control.should_log = False
         self.control.should_evaluate = False
         self.control.should_save = False
+
+    def agree(self, ranks: Ranks) -> None:
+        """Take over what the main rank's callbacks ask for."""
+        if ranks.size > 1:
+            wishes = ranks.table([float(getattr(self.control, name)) for name in _WISHES])[0]
+            for name, wish in zip(_WISHES, wishes, strict=True):
+                setattr(self.control, name, bool(wish))
 
     def exported(self) -> dict[str, Any]:
         """State of the callbacks that have any, as JSON types, by class name."""

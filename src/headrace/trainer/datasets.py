@@ -39,6 +39,8 @@ def open_data(
     say: Say,
     *,
     state: LoaderState | None = None,
+    rank: int = 0,
+    num_ranks: int = 1,
 ) -> tuple[Loader, list[EvalSet]]:
     """The loader of the datasets to train on, and datasets to evaluate on.
 
@@ -48,6 +50,8 @@ def open_data(
         vocab_size: of the model.
         say: shows a line.
         state: where the loader goes on; the beginning by default.
+        rank: which part of each step this process gets.
+        num_ranks: that share a step.
 
     Raises:
         DataError: naming what cannot be used.
@@ -56,7 +60,7 @@ def open_data(
     if tokenizer is not None:
         for source in (*config.datasets, *config.eval_datasets):
             check_corpus_tokenizer(source, tokenizer)
-    settings = config.loader_settings(pad_token_id=_pad_token_id(tokenizer))
+    settings = config.loader_settings(pad_token_id=_pad_token_id(tokenizer), num_ranks=num_ranks)
     seed = config.seed if config.data_seed is None else config.data_seed
     loader: Loader
     if config.streams:
@@ -72,11 +76,15 @@ def open_data(
             )
             for number, source in enumerate(config.datasets)
         ]
-        loader = StreamLoader(streams, settings, seed=seed, shuffle=config.shuffle, state=state)
+        loader = StreamLoader(
+            streams, settings, seed=seed, shuffle=config.shuffle, rank=rank, state=state
+        )
         eval_sets: list[EvalSet] = []
     else:
         row_sets, eval_sets = _open_stores(config, tokenizer, vocab_size, say)
-        loader = TrainLoader(row_sets, settings, seed=seed, shuffle=config.shuffle, state=state)
+        loader = TrainLoader(
+            row_sets, settings, seed=seed, shuffle=config.shuffle, rank=rank, state=state
+        )
     for source in config.eval_datasets:
         store = _tokenise(config, source, tokenizer, vocab_size, say)
         found = EvalSet.open(store, config.row_settings(), label=source.label)

@@ -6,10 +6,10 @@ and an evaluation needs no more memory than a step. Changes no weight.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import defaultdict
-from itertools import islice
 from typing import TYPE_CHECKING, Any, Self
 
 from headrace.data.loader import evaluation_batches
@@ -33,7 +33,7 @@ class Evaluator:
         engine: holds the weights.
         sets: the datasets.
         settings: their batches.
-        rows_per_step: rows of a training step.
+        rows_per_step: rows of a training step, of all ranks.
         harness: scores benchmarks, if any are asked for.
     """
 
@@ -51,7 +51,7 @@ class Evaluator:
         self._sets = sets
         self._settings = settings
         # As many rows at a time as a step takes, so that evaluation needs no more memory.
-        self._group = max(1, rows_per_step // settings.micro_batch_size)
+        self._group = max(1, rows_per_step // settings.num_ranks // settings.micro_batch_size)
         self.losses: dict[str, float] = {}
 
     def run(self) -> dict[str, Any]:
@@ -88,9 +88,12 @@ class Evaluator:
 
     def _evaluate(self, rows: RowSet) -> _Sum:
         found = _Sum()
-        batches = evaluation_batches(rows, self._settings)
-        while micro_batches := list(islice(batches, self._group)):
-            result = self._engine.evaluate(micro_batches)
+        settings = self._settings
+        batches = evaluation_batches(rows, settings, rank=self._engine.ranks.rank)
+        # As many rounds on every rank; the last one may find nothing left on some.
+        per_round = settings.micro_batch_size * settings.num_ranks * self._group
+        for _ in range(-(-rows.plan.num_rows // per_round)):
+            result = self._engine.evaluate(list(itertools.islice(batches, self._group)))
             found += _Sum(result.loss_sum, result.num_supervised_tokens)
         return found
 

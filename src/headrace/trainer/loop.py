@@ -2,7 +2,8 @@
 
 Owns the order of things within a step. The invariant: what a row of ``metrics.jsonl``, a
 checkpoint and a callback say of step N is the state after N updates, and a checkpoint is written
-only after every row up to N. Builds nothing and reads no configuration file.
+only after every row up to N. Of several ranks all do the same things in the same order, by what the
+main rank's callbacks and any rank's signals ask for. Builds nothing, reads no configuration.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from headrace.errors import RankError
 from headrace.trainer.failures import MemoryWatch, step_with_retry
 from headrace.trainer.metrics import Meter
 
@@ -77,7 +79,7 @@ class TrainingLoop:
         progress: the beginning, or what a checkpoint held.
         callbacks: told of every event.
         display: shows it.
-        log: the metrics file.
+        log: the metrics file, on the main rank.
         saver: writes checkpoints.
         saved: told of every step whose checkpoint is complete.
         stop: asks for an early end.
@@ -96,12 +98,13 @@ class TrainingLoop:
         progress: Progress,
         callbacks: Callbacks,
         display: Display,
-        log: MetricsLog,
+        log: MetricsLog | None,
         saver: Saver,
         saved: Callable[[int], None],
         stop: StopRequest,
     ) -> None:
         self._engine = engine
+        self._ranks = engine.ranks
         self._loader = loader
         self._schedule = schedule
         self._evaluator = evaluator
@@ -132,22 +135,25 @@ class TrainingLoop:
         callbacks, settings = self._callbacks, self._settings
         self._sync_state()
         callbacks.fire("on_train_begin")
-        if self._evaluation_due and not self._stop:
+        if self._evaluation_due and not self._stop.agreed():
             self._emit(self._evaluate())
         while self.step < settings.num_steps and not self._should_end():
             self._one_step()
             self._finish_save(wait=not self._settings.async_save)
-            if (shortage := self._memory.shortage()) is not None:
+            shortage = self._memory.shortage()
+            if any(short for (short,) in self._ranks.table([shortage is not None])):
                 self._save()
                 self._finish_save(wait=True)
-                raise shortage
+                raise shortage or RankError("another rank's host memory runs out")
         if self._saved_step != self.step:
             self._save()
         self._finish_save(wait=True)
+        self._stop.agreed()  # so that all return the same
         callbacks.fire("on_train_end")
 
     def _should_end(self) -> bool:
-        return bool(self._stop) or self._callbacks.control.should_training_stop
+        self._callbacks.agree(self._ranks)
+        return self._stop.agreed() or self._callbacks.control.should_training_stop
 
     def _one_step(self) -> None:
         callbacks = self._callbacks
@@ -169,18 +175,15 @@ class TrainingLoop:
         )
         seconds = time.perf_counter() - started
         self.step += 1
-        self.meter.add(
-            result,
-            num_tokens=batch.num_tokens,
-            seconds=seconds,
-            flops=self._flops(batch.lengths),
-        )
+        num_tokens, flops = self._ranks.sums([batch.num_tokens, self._flops(batch.lengths)])
+        self.meter.add(result, num_tokens=int(num_tokens), seconds=seconds, flops=flops)
         self._display.step(self.step, seconds)
         self._sync_state()
         self._ask(batch)
         callbacks.fire("on_step_end")
         if batch.state.index == 0:
             callbacks.fire("on_epoch_end")
+        callbacks.agree(self._ranks)
         self._answer(result, learning_rate)
 
     def _ask(self, batch: StepBatch) -> None:
@@ -210,7 +213,7 @@ class TrainingLoop:
                 row["compile"] = counts.row()
         # A stop leaves the evaluation to the session that goes on: a scheduler's grace period
         # may be shorter.
-        self._evaluation_due = control.should_evaluate and bool(self._stop)
+        self._evaluation_due = self._stop.agreed() and control.should_evaluate
         if control.should_evaluate and not self._evaluation_due:
             row |= self._evaluate()
         if row:
@@ -220,7 +223,8 @@ class TrainingLoop:
 
     def _emit(self, row: dict[str, Any]) -> None:
         row = {"step": self.step, "epoch": self._callbacks.state.epoch, **row}
-        self._log.append(row)
+        if self._log is not None:
+            self._log.append(row)
         self._display.row(row)
         self.last_row |= row
         flat = {k: v for k, v in row.items() if v is not None and k not in {"step", "epoch"}}
@@ -255,7 +259,8 @@ class TrainingLoop:
     def _save(self) -> None:
         self._finish_save(wait=True)
         started = time.perf_counter()
-        self._log.sync()
+        if self._log is not None:
+            self._log.sync()
         self._engine.synchronize()
         self._saver.begin(self.progress())
         self._saver.stalled_seconds += time.perf_counter() - started

@@ -6,18 +6,20 @@ On CUDA what the configuration leaves open is chosen by what fits and what is fa
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from headrace import kernels
 from headrace.errors import CapacityError, ConfigError
+from headrace.parallel.ranks import Ranks
 from headrace.policy.budget import Workload, step_budget
 from headrace.policy.search import Choice, Room, best, fitting_choices, typical_rates
 from headrace.policy.steptime import predict_step
 from headrace.store.host_memory import host_memory
 from headrace.trainer import tune_file
-from headrace.trainer.saving import spare_bytes
+from headrace.trainer.saving import spare_bytes, unit_bytes
 from headrace.units import format_bytes
 
 if TYPE_CHECKING:
@@ -31,16 +33,23 @@ if TYPE_CHECKING:
 
 
 def place(
-    config: TrainConfig, spec: ModelSpec, device: torch.device, say: Callable[[str], None]
+    config: TrainConfig,
+    spec: ModelSpec,
+    device: torch.device,
+    say: Callable[[str], None],
+    ranks: Ranks | None = None,
 ) -> EngineConfig:
-    """The engine's settings with every placement decided.
+    """The engine's settings with every placement decided, the same on every rank.
 
     Raises:
         CapacityError: nothing fits; nothing was allocated.
     """
+    ranks = ranks or Ranks()
     workload = workload_of(config)
-    limits = room(config, spec, device)
-    tuned = _tuned(config, spec, device, say)
+    limits = room(config, spec, device, ranks)
+    tuned = _tuned(config, spec, device, say) if ranks.size == 1 else None
+    if ranks.size > 1 and config.tune_file is not None and config.tune_file.exists():
+        say(f"tune: {config.tune_file} is passed over: it was measured on one rank")
     engine = None
     if tuned is not None:
         engine = tuned.apply(config.engine)
@@ -51,14 +60,22 @@ def place(
         if engine is not None:
             say(f"placement: as {config.tune_file} says")
             return engine
-        _check_host(config, spec, workload)
-        return config.engine
-    rates, source = typical_rates(device, num_update_threads(config)), "typical rates"
+        _check_host(config, spec, workload, ranks)
+        return _with_threads(config, config.engine, ranks)
+    rates, source = typical_rates(device, num_update_threads(config, ranks)), "typical rates"
     if tuned is not None:
         rates, source = tuned.rates, f"the rates in {config.tune_file}"
     if engine is None:
         choice = best(
-            fitting_choices(spec, config.engine, config.dtype, workload, room=limits, rates=rates)
+            fitting_choices(
+                spec,
+                config.engine,
+                config.dtype,
+                workload,
+                room=limits,
+                rates=rates,
+                num_ranks=ranks.size,
+            )
         )
     else:
         cut = workload.cut(engine.rows_per_micro_batch or workload.rows)
@@ -80,11 +97,18 @@ def place(
         f"{format_bytes(choice.budget.host_bytes)} on the host, "
         f"{choice.time.seconds:.2f} s a step at {source}, bound by {choice.time.binding}"
     )
-    return choice.config
+    return _with_threads(config, choice.config, ranks)
+
+
+def _with_threads(config: TrainConfig, engine: EngineConfig, ranks: Ranks) -> EngineConfig:
+    """Ranks of a machine share its cores."""
+    if ranks.size == 1:
+        return engine
+    return replace(engine, update_threads=num_update_threads(config, ranks))
 
 
 def workload_of(config: TrainConfig) -> Workload:
-    """The tokens of a step."""
+    """The tokens of a step of one rank."""
     return Workload(
         tokens=config.per_device_train_batch_size * config.max_length,
         micro_batches=config.gradient_accumulation_steps,
@@ -93,16 +117,30 @@ def workload_of(config: TrainConfig) -> Workload:
     )
 
 
-def room(config: TrainConfig, spec: ModelSpec, device: torch.device) -> Room:
-    """Memory that a step may take now; saves keep some for themselves."""
-    host_bytes = host_memory().available - spare_bytes(config, spec.units)
-    free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
-    return Room(device_bytes=free_bytes, host_bytes=host_bytes)
+def room(
+    config: TrainConfig, spec: ModelSpec, device: torch.device, ranks: Ranks | None = None
+) -> Room:
+    """Memory that a step of any rank may take now; saves keep some for themselves.
+
+    Ranks of a machine share its memory; the main one gathers a unit there when it saves.
+    """
+    ranks = ranks or Ranks()
+    host_bytes = host_memory().available
+    if ranks.size > 1:
+        gathered = max(unit_bytes(layout, config.dtype) for layout in spec.units)
+        host_bytes = (host_bytes - gathered) // ranks.local_size
+    host_bytes -= spare_bytes(config, spec.units, num_ranks=ranks.size)
+    free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+    # Ranks choose alike, by the least of them; and none takes memory before all have looked.
+    table = ranks.table([host_bytes, free_bytes])
+    host_bytes, free_bytes = (int(min(column)) for column in zip(*table, strict=True))
+    return Room(device_bytes=free_bytes if device.type == "cuda" else None, host_bytes=host_bytes)
 
 
-def num_update_threads(config: TrainConfig) -> int:
-    """Host threads of the optimizer."""
-    return config.engine.update_threads or kernels.num_usable_cores()
+def num_update_threads(config: TrainConfig, ranks: Ranks | None = None) -> int:
+    """Host threads of the optimizer, of one rank."""
+    cores = kernels.num_usable_cores() // (1 if ranks is None else ranks.local_size)
+    return config.engine.update_threads or max(1, cores)
 
 
 def _budget(
@@ -131,15 +169,18 @@ def _tuned(
     return record
 
 
-def _check_host(config: TrainConfig, spec: ModelSpec, workload: Workload) -> None:
+def _check_host(config: TrainConfig, spec: ModelSpec, workload: Workload, ranks: Ranks) -> None:
     """Refuse a step that cannot fit the host, before anything long starts."""
-    budget = step_budget(spec, config.engine, config.dtype, workload, cpu=True)
-    spare = spare_bytes(config, spec.units)
-    needed = budget.device_bytes + budget.host_bytes + spare
+    budget = step_budget(
+        spec, config.engine, config.dtype, workload, cpu=True, num_ranks=ranks.size
+    )
+    spare = spare_bytes(config, spec.units, num_ranks=ranks.size)
+    needed = ranks.local_size * (budget.device_bytes + budget.host_bytes + spare)
     memory = host_memory()
     if needed > memory.available:
+        each = f"{ranks.local_size} ranks of each: " if ranks.local_size > 1 else ""
         raise CapacityError(
-            f"a step needs at least {format_bytes(needed)} ({budget.explain('host')}; "
+            f"a step needs at least {format_bytes(needed)} ({each}{budget.explain('host')}; "
             f"{budget.explain('device')}; {format_bytes(spare)} for saves), and "
             f"{format_bytes(memory.available)} is there ({memory.explain()})",
             remedy="lower per_device_train_batch_size, max_length or "

@@ -20,6 +20,7 @@ from headrace.data.templates import resolve_template
 from headrace.errors import CapacityError, ConfigError
 from headrace.models.building import load_config
 from headrace.models.nearby import missing_model
+from headrace.parallel.launch import place_of
 from headrace.store.checkpoint import list_checkpoints
 from headrace.trainer.model_config import check_sizes, refuse_unknown_keys, usable
 from headrace.units import format_bytes
@@ -66,17 +67,16 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def refuse_several_processes() -> None:
+def refuse_several_processes(verb: str) -> None:
     """Refuse to be started by a launcher that starts several processes.
 
     Raises:
-        ConfigError: each would train alone and write the same files.
+        ConfigError: each would do the same and write the same files.
     """
-    size = os.environ.get("WORLD_SIZE") or "1"
-    if size != "1":
+    if (size := place_of().size) > 1:
         raise ConfigError(
-            f"started as one of {size} processes (WORLD_SIZE); this version trains in one",
-            remedy="start it once, without torchrun",
+            f"headrace {verb} was started as one of {size} processes, and works in one",
+            remedy="start it once, without torchrun or srun",
         )
 
 

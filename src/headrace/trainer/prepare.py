@@ -8,13 +8,18 @@ before (but for the lock file), and the state's memory is given back.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from headrace.data.batching import LoaderSettings
+from headrace.parallel.ranks import bind_device
 from headrace.selftest.run import require_proof
 from headrace.store.checkpoint import checkpoint_bytes, load_checkpoint
 from headrace.store.identity import check_same_model
 from headrace.store.loading import initialise, load_pretrained
+from headrace.store.ranges import Share
 from headrace.store.state import ModelState
 from headrace.trainer import heap, model_checks, preflight
 from headrace.trainer.adapters import describe, load_adapters
@@ -33,20 +38,19 @@ from headrace.trainer.resume import (
     read_progress,
 )
 from headrace.trainer.schedule import Schedule
+from headrace.trainer.together import load_alike, refuse_for_ranks, refuse_model_for_ranks
 from headrace.trainer.utilisation import peaks
 from headrace.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import ExitStack
-    from pathlib import Path
-
-    import torch
 
     from headrace.data.evaluation import EvalSet
     from headrace.data.protocol import Loader
     from headrace.engine.config import EngineConfig
     from headrace.models.spec import ModelSpec
+    from headrace.parallel.ranks import Ranks
     from headrace.trainer.config import TrainConfig
 
     Say = Callable[[str], None]
@@ -89,54 +93,68 @@ class Prepared:
     peaks: dict[str, float]
 
 
-def prepare(config: TrainConfig, stack: ExitStack, say: Say) -> Prepared:
-    """Check, read, allocate and load.
+def prepare(config: TrainConfig, stack: ExitStack, say: Say, ranks: Ranks) -> Prepared:
+    """Check, read, allocate and load, on every rank its part.
 
     Args:
         config: the run.
         stack: gets what must be given back when the run ends.
         say: shows a line.
+        ranks: of the run; the main one alone writes.
 
     Raises:
         HeadraceError: whatever makes the run impossible, as early as it can be known.
     """
-    preflight.refuse_several_processes()
-    device = preflight.choose_device(config.device)
-    rates = peaks(device)
+    refuse_for_ranks(config, ranks)
+    device = preflight.choose_device(bind_device(ranks, config.device))
+    if ranks.size > 1 and device.type == "cuda":
+        torch.cuda.set_device(device)
+    rates = {name: rate * ranks.size for name, rate in peaks(device).items()}
     preflight.check_files(config)
-    integrations(config.report_to)  # a tracker that is missing is told now
+    if ranks.is_main:
+        integrations(config.report_to)  # a tracker that is missing is told now
     tokenizer = preflight.load_tokenizer(config)
     check_harness(config, tokenizer)
     spec = model_checks.take_apart(config, preflight.load_model_config(config, tokenizer))
-    _prove(spec, say)
+    refuse_model_for_ranks(config, spec, ranks)
+    with ranks.main_first():  # it is remembered
+        _prove(spec, say)
     model_checks.check_lengths(config, spec, tokenizer)
     model_checks.check_param_groups(config, spec)
-    stack.enter_context(RunLock(config.output_dir))
-    checkpoint = choose_checkpoint(config)
+    checkpoint = None
+    if ranks.is_main:
+        stack.enter_context(RunLock(config.output_dir))
+        checkpoint = choose_checkpoint(config)
+    told = ranks.tell(None if checkpoint is None else str(checkpoint))
+    checkpoint = None if told is None else Path(told)
     saved = None if checkpoint is None else read_progress(checkpoint, dtype=config.dtype)
     first_step = saved.step if saved else 0
-    engine = place(config, spec, device, say)
-    state = _allocate(config, spec, device, engine, stack=stack, say=say)
+    ranks.connect(device)  # takes device memory of its own
+    engine = place(config, spec, device, say, ranks)
+    state = _allocate(config, spec, device, engine, stack=stack, say=say, ranks=ranks)
     if checkpoint is not None:
         check_same_model(checkpoint, spec, state)
     if device.type == "cpu" and state.state_bytes >= heap.LARGE_STATE_BYTES:
         heap.map_large_blocks()
     size = checkpoint_bytes(spec, state, tokenizer)
     preflight.check_disk(config, checkpoint_bytes=size, num_saves=1, first_step=first_step)
-    loader, eval_sets = open_data(
-        config,
-        tokenizer,
-        spec.vocab_size,
-        say,
-        state=saved.loader if saved and not saved.converted else None,
-    )
+    with ranks.main_first():  # the others find everything tokenised
+        loader, eval_sets = open_data(
+            config,
+            tokenizer,
+            spec.vocab_size,
+            say,
+            state=saved.loader if saved and not saved.converted else None,
+            rank=ranks.rank,
+            num_ranks=ranks.size,
+        )
     stack.callback(loader.close)
     settings = loop_settings(config, loader.steps_per_epoch)
     schedule = Schedule(config.schedule_settings(settings.num_steps))
     num_saves = _num_saves(settings, loader.steps_per_epoch, first_step)
     preflight.check_disk(config, checkpoint_bytes=size, num_saves=num_saves, first_step=first_step)
     progress = _progress(config, saved, checkpoint, loader, say)
-    _load_weights(config, spec, state, checkpoint, say)
+    load_alike(ranks, lambda: _load_weights(config, spec, state, checkpoint, say), checkpoint)
     if spec.carried.names:  # known only now
         size = checkpoint_bytes(spec, state, tokenizer)
         preflight.check_disk(
@@ -153,6 +171,7 @@ def prepare(config: TrainConfig, stack: ExitStack, say: Say) -> Prepared:
         eval_sets=eval_sets,
         eval_settings=LoaderSettings(
             micro_batch_size=config.per_device_eval_batch_size,
+            num_ranks=ranks.size,
             pad_to_multiple_of=config.pad_to_multiple_of,
             pad_token_id=loader.settings.pad_token_id,
         ),
@@ -213,9 +232,14 @@ def _allocate(
     *,
     stack: ExitStack,
     say: Say,
+    ranks: Ranks,
 ) -> ModelState:
     state = ModelState(
-        spec.units, config.dtype, device=device, device_units=engine.device_units or 0
+        spec.units,
+        config.dtype,
+        device=device,
+        device_units=engine.device_units or 0,
+        share=Share(rank=ranks.rank, num_ranks=ranks.size),
     )
     stack.callback(state.close)
     say(
@@ -229,7 +253,11 @@ def _allocate(
     say(
         f"state: {state.state_bytes / spec.num_parameters:g} bytes a parameter = "
         f"{state.state_bytes:,} bytes ({format_bytes(state.state_bytes)}), "
-        f"and {state.allocated_bytes - state.state_bytes:,} bytes of alignment"
+        + (
+            f"and {state.allocated_bytes - state.state_bytes:,} bytes of alignment"
+            if ranks.size == 1
+            else f"shared by {ranks.size} ranks, {format_bytes(state.allocated_bytes)} on this one"
+        )
     )
     return state
 

@@ -19,6 +19,7 @@ from transformers.trainer_callback import TrainerState
 from headrace.engine import Engine
 from headrace.errors import DamagedCheckpointError, HeadraceError
 from headrace.models.flops import step_flops
+from headrace.parallel.ranks import Ranks
 from headrace.trainer.callbacks import Callbacks
 from headrace.trainer.config import TrainConfig, resolve
 from headrace.trainer.display import make_display
@@ -101,30 +102,40 @@ def train(
     """
     console = console or Console()
     resolved, notes = resolve(config, overrides)
+    ranks = Ranks.started(timeout_seconds=resolved.engine.lane_timeout_seconds)
 
     def say(text: str) -> None:
-        if resolved.progress != "none":
+        if resolved.progress != "none" and ranks.is_main:
             console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     for note in notes:
         say(f"config: {note}")
     while True:
-        with ExitStack() as stack:
+        with ExitStack() as stack, ranks.joined():
             try:
-                prepared = prepare(resolved, stack, say)
+                prepared = prepare(resolved, stack, say, ranks)
             except DamagedCheckpointError as error:
-                say(set_aside(resolved, error))
+                if ranks.is_main:
+                    say(set_aside(resolved, error))
+                ranks.meet()
                 continue  # with the checkpoint before it
-            return _Session(prepared, callbacks, stack).run(console, say)
+            result = _Session(prepared, callbacks, stack, ranks).run(console, say)
+        ranks.close(failed=False)
+        return result
 
 
 class _Session:
     """One start of a run, from the first step it does to the last."""
 
     def __init__(
-        self, prepared: Prepared, callbacks: Sequence[TrainerCallback], stack: ExitStack
+        self,
+        prepared: Prepared,
+        callbacks: Sequence[TrainerCallback],
+        stack: ExitStack,
+        ranks: Ranks,
     ) -> None:
         self._prepared = prepared
+        self._ranks = ranks
         config, loader, settings = prepared.config, prepared.loader, prepared.settings
         self._out = config.output_dir
         self._saver = Saver(
@@ -133,6 +144,7 @@ class _Session:
             prepared.state,
             tokenizer=prepared.tokenizer,
             last=prepared.checkpoint,
+            ranks=ranks,
         )
         trainer_state = TrainerState(
             max_steps=settings.num_steps,
@@ -151,6 +163,7 @@ class _Session:
             state=trainer_state,
             model=prepared.spec.model,
             tokenizer=prepared.tokenizer,
+            is_main=ranks.is_main,
         )
         self._callbacks.restore(prepared.progress.callbacks)
         self._engine = stack.enter_context(
@@ -161,8 +174,16 @@ class _Session:
                 config=prepared.engine,
                 optimizer=config.adamw(),
                 dropout_seed=config.seed,
+                ranks=ranks,
             )
         )
+        self._record: RunRecord | None = None
+        self._log: MetricsLog | None = None
+        if ranks.is_main:
+            self._open_files(stack)
+
+    def _open_files(self, stack: ExitStack) -> None:
+        prepared, config = self._prepared, self._prepared.config
         with writable(self._out):
             # From here on the folder is this run's.
             if config.overwrite_output_dir:
@@ -172,7 +193,7 @@ class _Session:
             first_step = prepared.progress.step
             self._record = RunRecord(
                 self._out / "run.json",
-                _facts(prepared),
+                _facts(prepared) | {"num_ranks": self._ranks.size},
                 first_step=first_step,
                 resumed_from=None if prepared.checkpoint is None else str(prepared.checkpoint),
             )
@@ -184,13 +205,13 @@ class _Session:
         prepared = self._prepared
         _say_plan(prepared, say)
         display = make_display(
-            prepared.config.progress,
+            prepared.config.progress if self._ranks.is_main else "none",
             console,
             num_steps=prepared.settings.num_steps,
             title=str(prepared.config.run_name or self._out.name),
         )
-        quiet = prepared.config.progress == "none"
-        with StopRequest(requeue=prepared.config.requeue, quiet=quiet) as stop:
+        quiet = prepared.config.progress == "none" or not self._ranks.is_main
+        with StopRequest(requeue=prepared.config.requeue, quiet=quiet, ranks=self._ranks) as stop:
             loop = TrainingLoop(
                 engine=self._engine,
                 loader=prepared.loader,
@@ -227,7 +248,8 @@ class _Session:
         return self._ended(loop, stop, say)
 
     def _saved(self, step: int) -> None:
-        self._record.update(last_step=step, save_stall_seconds=self._saver.stalled_seconds)
+        if self._record is not None:
+            self._record.update(last_step=step, save_stall_seconds=self._saver.stalled_seconds)
 
     def _failed(self, error: BaseException, loop: TrainingLoop, display: Display) -> None:
         outcome = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
@@ -237,6 +259,8 @@ class _Session:
                 "resume_from_checkpoint=auto goes on from it"
             )
         reason = error.message if isinstance(error, HeadraceError) else repr(error)
+        if self._record is None:
+            return
         try:
             self._record.end(outcome, last_step=loop.step, error=reason, **self._compiled())
         except OSError:
@@ -268,18 +292,19 @@ class _Session:
             seconds=meter.seconds,
             peak_rss_bytes=peak_rss_bytes(),
         )
-        self._record.end(
-            result.status,
-            last_step=loop.step,
-            model_hash=None if checkpoint is None else model_hash(checkpoint),
-            checkpoint=None if checkpoint is None else checkpoint.name,
-            loss=result.loss,
-            eval_losses=result.eval_losses,
-            num_tokens=result.num_tokens,
-            num_supervised_tokens=result.num_supervised_tokens,
-            num_skipped_steps=meter.num_skipped_steps,
-            **self._compiled(),
-        )
+        if self._record is not None:
+            self._record.end(
+                result.status,
+                last_step=loop.step,
+                model_hash=None if checkpoint is None else model_hash(checkpoint),
+                checkpoint=None if checkpoint is None else checkpoint.name,
+                loss=result.loss,
+                eval_losses=result.eval_losses,
+                num_tokens=result.num_tokens,
+                num_supervised_tokens=result.num_supervised_tokens,
+                num_skipped_steps=meter.num_skipped_steps,
+                **self._compiled(),
+            )
         say(
             f"{result.status} at step {result.step}/{result.num_steps}: "
             f"{format_count(result.num_tokens)} tokens in {format_duration(result.seconds)} of "

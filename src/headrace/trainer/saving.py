@@ -2,7 +2,8 @@
 
 Owns the one save that may be under way. The invariants: a checkpoint holds the state of its step
 and of no other (:mod:`headrace.store.snapshot`); a save that failed ends the run with its reason at
-the next step; when this is closed nothing reads the state any more. Decides nothing about when to
+the next step; when this is closed nothing reads the state any more. Of several
+ranks the main one writes, and the others send it what they hold. Decides nothing about when to
 save.
 """
 
@@ -16,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headrace.store.checkpoint import prune_checkpoints, write_checkpoint
+from headrace.store.gathered import GatheredSource, give_shards
+from headrace.store.ranges import Share, unit_shard
 from headrace.store.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -24,25 +27,28 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from headrace.models.spec import ModelSpec
+    from headrace.parallel.ranks import Ranks
     from headrace.store.layout import UnitLayout
+    from headrace.store.snapshot import StateSource
     from headrace.store.state import ModelState, StateDtype
     from headrace.trainer.config import TrainConfig
     from headrace.trainer.resume import Progress
 
 
-def spare_bytes(config: TrainConfig, layouts: Sequence[UnitLayout]) -> int:
-    """Host memory that a save may take for units that are updated before they were written."""
+def spare_bytes(config: TrainConfig, layouts: Sequence[UnitLayout], *, num_ranks: int = 1) -> int:
+    """Host memory that a rank's save may take for units that change before they were written."""
     if not config.async_save:
         return 0
     if config.async_save_memory is not None:
         return config.async_save_memory
-    return max(unit_bytes(layout, config.dtype) for layout in layouts)
+    return max(unit_bytes(layout, config.dtype, num_ranks=num_ranks) for layout in layouts)
 
 
-def unit_bytes(layout: UnitLayout, dtype: StateDtype) -> int:
-    """Of a unit's master weights and moments."""
+def unit_bytes(layout: UnitLayout, dtype: StateDtype, *, num_ranks: int = 1) -> int:
+    """Of a rank's master weights and moments of a unit."""
     working, rest = (2, 10) if dtype == "bfloat16" else (4, 8)
-    return working * layout.size + rest * layout.num_trainable
+    shard = unit_shard(layout, Share(num_ranks=num_ranks))
+    return working * shard.numel + rest * shard.trained.numel
 
 
 class Saver:
@@ -61,11 +67,13 @@ class Saver:
         *,
         tokenizer: Any,
         last: Path | None,
+        ranks: Ranks,
     ) -> None:
         self._config = config
         self._spec = spec
         self._state = state
         self._tokenizer = tokenizer
+        self._ranks = ranks
         self._thread: threading.Thread | None = None
         self._snapshot: Snapshot | None = None
         self._error: BaseException | None = None
@@ -79,7 +87,7 @@ class Saver:
         The state must be complete (``Engine.synchronize``).
         """
         assert self._thread is None, "the save before was not finished"
-        spare = spare_bytes(self._config, self._state.layouts)
+        spare = spare_bytes(self._config, self._state.layouts, num_ranks=self._ranks.size)
         self._snapshot = Snapshot(self._state, spare_bytes=spare)
         # Taken now: callbacks and the loader go on.
         trainer_state = progress.to_dict()
@@ -94,19 +102,27 @@ class Saver:
     def _write(self, snapshot: Snapshot, step: int, trainer_state: dict[str, Any]) -> None:
         try:
             with self._own_stream():
-                path = write_checkpoint(
-                    self._config.output_dir,
-                    self._spec,
-                    snapshot,
-                    step=step,
-                    trainer_state=trainer_state,
-                    tokenizer=self._tokenizer,
-                )
-            self._written = step, path
+                self._written = step, self._send_or_write(snapshot, step, trainer_state)
         except BaseException as error:  # noqa: BLE001 - handed to whoever waits
             self._error = error
         finally:
             snapshot.close()
+
+    def _send_or_write(self, snapshot: Snapshot, step: int, trainer_state: dict[str, Any]) -> Path:
+        if not self._ranks.is_main:
+            give_shards(snapshot, self._ranks)
+            return self._config.output_dir / f"checkpoint-{step}"
+        source: StateSource = snapshot
+        if self._ranks.size > 1:
+            source = GatheredSource(snapshot, self._ranks)
+        return write_checkpoint(
+            self._config.output_dir,
+            self._spec,
+            source,
+            step=step,
+            trainer_state=trainer_state,
+            tokenizer=self._tokenizer,
+        )
 
     def _own_stream(self) -> AbstractContextManager[Any]:
         """Units on a GPU are copied beside its compute."""
@@ -125,29 +141,41 @@ class Saver:
     def finish(self, *, wait: bool) -> tuple[int, Path] | None:
         """Step and folder of the save that was under way, once it is complete; told once.
 
+        Of several ranks all wait, or none.
+
         Args:
             wait: for it; else None while it is being written.
 
         Raises:
             CheckpointError: it could not be written; earlier checkpoints are untouched.
         """
-        if self._thread is None or (not wait and self._thread.is_alive()):
+        if not wait and (self._thread is None or self._thread.is_alive()):
             return None
         started = time.perf_counter()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
+        if wait and self._error is None:
+            self._ranks.meet()  # no step, whose waits are bounded, begins beside a slow disk
         self.stalled_seconds += time.perf_counter() - started
+        if self._thread is None:
+            return None
         self._thread = self._snapshot = None
         error, self._error = self._error, None
         if error is not None:
             raise error
         assert self._written is not None
         self.last = self._written[1]
-        if self._config.save_total_limit is not None:
+        if self._config.save_total_limit is not None and self._ranks.is_main:
             prune_checkpoints(self._config.output_dir, self._config.save_total_limit)
         return self._written
 
     def close(self, *, give_up: bool) -> None:
-        """End the save that is under way: completed, or given up at its next unit."""
+        """End the save that is under way: completed, or given up at its next unit.
+
+        Of several ranks, given up: others may not send theirs any more.
+        """
+        if self._ranks.size > 1:
+            return
         if self._snapshot is not None and give_up:
             self._snapshot.give_up()
         with contextlib.suppress(Exception):  # the error that ended the run is the one to show

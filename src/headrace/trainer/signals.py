@@ -3,9 +3,9 @@
 The invariant: the first signal never interrupts a step or a save. Launchers and terminals signal
 twice (a terminal's whole group gets SIGINT, torchrun and schedulers add SIGTERM of their own), so
 what comes within :data:`BURST_SECONDS` of the first is the same request; a later one stops the
-process at once, without a save. The handlers that were there before are put back. Exit codes are
-those of shells, 128 plus the signal's number, or 75 when the run was saved and asked to be started
-again.
+process at once, without a save. Of several ranks any one's request stops all at the same step. The
+handlers that were there before are put back. Exit codes are those of shells, 128 plus the signal's
+number, or 75 when the run was saved and asked to be started again.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from headrace.errors import EXIT_OK, EXIT_REQUEUE
 
 if TYPE_CHECKING:
     from types import FrameType, TracebackType
+
+    from headrace.parallel.ranks import Ranks
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 BURST_SECONDS = 2.0
@@ -48,17 +50,22 @@ class StopRequest:
         signal: the signal that asked, or ``None``.
     """
 
-    def __init__(self, *, requeue: bool = False, quiet: bool = True) -> None:
+    def __init__(
+        self, *, requeue: bool = False, quiet: bool = True, ranks: Ranks | None = None
+    ) -> None:
         """Build a request that nobody has made yet.
 
         Args:
             requeue: the exit code asks to be started again.
             quiet: do not tell on stderr what the first signal does.
+            ranks: that stop together.
         """
         self.signal: signal.Signals | None = None
         self._requeue = requeue
         self._quiet = quiet
         self._asked_at = 0.0
+        self._ranks = ranks if ranks is not None and ranks.size > 1 else None
+        self._signalled = False  # this process, not another rank
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
@@ -91,9 +98,20 @@ class StopRequest:
             self.signal = number
             self._asked_at = time.monotonic()
 
+    def agreed(self) -> bool:
+        """Whether any rank was asked to stop; all of them must look at the same points."""
+        if self._ranks is not None:
+            numbers = [int(row[0]) for row in self._ranks.table([self.signal or 0])]
+            if any(numbers):
+                self.signal = signal.Signals(next(filter(None, numbers)))
+        return self.signal is not None
+
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        if self.signal is None:
-            self.set(signal.Signals(number))
+        if not self._signalled and (self.signal is None or self._ranks is not None):
+            # Another rank may have been asked first: what comes here now is the same request.
+            self._signalled = True
+            self.signal = self.signal or signal.Signals(number)
+            self._asked_at = time.monotonic()
             if not self._quiet:
                 os.write(2, _TOLD.encode())  # nothing that could be waiting for a lock
         elif time.monotonic() - self._asked_at >= BURST_SECONDS:

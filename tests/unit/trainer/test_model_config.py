@@ -119,7 +119,7 @@ def test_memory_grows_in_place_unless_the_user_says_otherwise(monkeypatch):
 def test_a_launcher_s_count_that_is_no_number_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "several")
     with pytest.raises(ConfigError, match="WORLD_SIZE"):
-        preflight.refuse_several_processes()
+        preflight.refuse_several_processes("tune")
 
 
 LONG_ROPE = {

@@ -1,0 +1,138 @@
+"""Processes as a launcher starts them: the command line, signals, and ranks that fail or die."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+
+from crew import environment, free_port
+
+pytestmark = pytest.mark.multirank
+
+PATIENCE = 120.0
+# A run whose rank 1 fails in its third step.
+FAILING = """
+import os, sys
+from headrace.engine import Engine
+from headrace.cli import main
+
+step = Engine.step
+def failing(self, *arguments, **settings):
+    if os.environ["RANK"] == "1" and self.state.optimizer_step == 2:
+        raise OSError("the disk of rank 1 is gone")
+    return step(self, *arguments, **settings)
+Engine.step = failing
+main(["train", sys.argv[1]])
+"""
+
+
+@pytest.fixture
+def config_file(make_config, tmp_path):
+    """A run that would go on for minutes."""
+
+    def write(**changes):
+        config = make_config(max_steps=100_000, progress="lines", **changes)
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml.safe_dump(config))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def started(tmp_path):
+    """Starts a command as two ranks; ends what is left of them."""
+    processes = []
+
+    def start(*command):
+        port = free_port()
+        processes.extend(
+            subprocess.Popen(
+                [sys.executable, *command],
+                env=os.environ | environment(rank, 2, port),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in range(2)
+        )
+        return processes
+
+    yield start
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def wait_for_steps(folder, count, processes):
+    """Until the run has logged so many steps."""
+    metrics = folder / "metrics.jsonl"
+    deadline = time.monotonic() + PATIENCE
+    while not metrics.is_file() or metrics.read_text().count("\n") < count:
+        assert time.monotonic() < deadline, "no steps"
+        for process in processes:
+            assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.1)
+
+
+def ends(processes):
+    """Exit codes and outputs."""
+    outputs = [process.communicate(timeout=PATIENCE)[0] for process in processes]
+    return [process.returncode for process in processes], outputs
+
+
+def test_torchrun_trains(make_config, tmp_path):
+    """The command of the documentation, for two steps."""
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(make_config(progress="lines")))
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [sys.executable, *command, "-m", "headrace", "train", path, "max_steps=2", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["status"] == "finished"  # of the main rank alone
+    assert done.stderr.count("finished at step 2/2") == 1
+    assert (tmp_path / "run" / "checkpoint-2" / "headrace.json").is_file()
+
+
+def test_a_signal_to_the_last_rank_saves_and_ends_all(config_file, started, tmp_path):
+    """With the documented code, and a checkpoint of the step that all of them finished."""
+    processes = started("-m", "headrace", "train", config_file(requeue=True))
+    wait_for_steps(tmp_path / "run", 2, processes)
+    processes[1].send_signal(signal.SIGTERM)
+    codes, outputs = ends(processes)
+    assert codes == [75, 75], outputs
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["status"] == "stopped"
+    assert (tmp_path / "run" / f"checkpoint-{record['sessions'][0]['last_step']}").is_dir()
+
+
+def test_a_rank_that_fails_ends_the_others_with_its_reason(config_file, started, tmp_path):
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING)
+    processes = started(script, config_file())
+    codes, outputs = ends(processes)
+    assert codes == [1, 1], outputs
+    assert "rank 1 failed: OSError('the disk of rank 1 is gone')" in outputs[0]
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed"
+
+
+def test_a_rank_that_is_killed_ends_the_others(config_file, started, tmp_path):
+    """No word of its own: a broken connection is the reason."""
+    processes = started("-m", "headrace", "train", config_file())
+    wait_for_steps(tmp_path / "run", 2, processes)
+    processes[1].kill()
+    started_waiting = time.monotonic()
+    codes, outputs = ends(processes[:1])
+    assert time.monotonic() - started_waiting < 30
+    assert codes == [1], outputs
