@@ -146,6 +146,8 @@ def kill_copying(
     while kills < num_kills:
         ended = killer.run(work, source, out, seconds=killer.rng.uniform(0.0, 1.0) * duration)
         kills += not ended
+        # Other work on the machine comes and goes: kills must reach the end of the work, too.
+        duration *= 0.8 if ended else 1.05
         in_write += not ended and any(out.parent.rglob("*.writing"))
         found = final(out)
         assert ended is False or found is not None

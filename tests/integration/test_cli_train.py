@@ -127,7 +127,7 @@ def test_a_disk_that_is_full_is_no_traceback_wherever_it_is_found(
     monkeypatch.setattr(MetricsLog, "append", full)
     code, _, err = call(capsys, "train", config_file)
     assert code == 3
-    assert "the disk is full (metrics.jsonl)" in err
+    assert "is full (metrics.jsonl)" in err
 
 
 def test_dry_run_and_schema(capsys, config_file, tmp_path):

@@ -1,5 +1,6 @@
 """Failures under load: the run ends with the reason, and the last checkpoint is whole."""
 
+import json
 import shutil
 from dataclasses import replace
 
@@ -11,10 +12,12 @@ from transformers import TrainerCallback
 
 from headrace.engine.host_optimizer import HostOptimizer
 from headrace.engine.passes import Passes
-from headrace.errors import CapacityError, DamagedCheckpointError, LaneError
+from headrace.errors import CapacityError, DamagedCheckpointError, HeadraceError, LaneError
 from headrace.store.checkpoint import latest_checkpoint
 from headrace.store.host_memory import host_memory
-from headrace.trainer import failures, train
+from headrace.trainer import failures, prepare, train
+from headrace.trainer.evaluate import Evaluator
+from headrace.trainer.metrics import MetricsLog
 
 
 def same_weights(a, b):
@@ -135,3 +138,73 @@ def test_the_only_checkpoint_is_damaged(run_config, tmp_path):
     with pytest.raises(DamagedCheckpointError, match="has changed"):
         run_config(output_dir=str(tmp_path / "other"), resume_from_checkpoint=str(path))
     assert [p.name for p in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-8"]
+
+
+@pytest.mark.parametrize(
+    ("part", "error", "message"),
+    [
+        (
+            "initialise",
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 B."),
+            r"host memory ran out while the run was prepared: .*can't allocate memory",
+        ),
+        (
+            "initialise",
+            torch.OutOfMemoryError("CUDA out of memory."),
+            "the device ran out of memory while the run was prepared",
+        ),
+        (
+            "evaluate",
+            MemoryError(),
+            r"host memory ran out in the evaluation after step 2: MemoryEr",
+        ),
+        (
+            "evaluate",
+            torch.OutOfMemoryError("CUDA out of memory."),
+            "the device ran out of memory in the evaluation after step 2",
+        ),
+    ],
+)
+def test_memory_that_runs_out_elsewhere(run_config, monkeypatch, part, error, message):
+    def fails(*_args, **_kwargs):
+        raise error
+
+    if part == "initialise":
+        monkeypatch.setattr(prepare, "initialise", fails)
+    else:
+        monkeypatch.setattr(Evaluator, "run", fails)
+    with pytest.raises(CapacityError, match=message) as caught:
+        run_config(eval_steps=2, val_set_size=2)
+    assert caught.value.remedy
+
+
+def test_a_full_disk_at_a_row_of_metrics(run_config, tmp_path, monkeypatch):
+    """The reason, once; the checkpoint before is whole and nothing half written is left."""
+    append = MetricsLog.append
+
+    def full(self, row):
+        if row["step"] == 5:
+            self._file.close()  # what a full disk does to a buffered file: the row cannot go out
+            self._file = open("/dev/full", "a", encoding="utf-8")  # noqa: PTH123, SIM115 - closed by the log
+        return append(self, row)
+
+    monkeypatch.setattr(MetricsLog, "append", full)
+    with pytest.raises(CapacityError, match=r"disk of output_dir .*run is full") as caught:
+        run_config(save_strategy="steps", save_steps=4)
+    assert "resume_from_checkpoint: auto" in caught.value.remedy
+    assert latest_checkpoint(tmp_path / "run").name == "checkpoint-4"
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed"
+
+
+def test_a_trace_that_cannot_be_written(run_config, tmp_path):
+    """The run itself is finished and saved."""
+
+    class Loses(TrainerCallback):
+        def on_step_end(self, *_args, **_):
+            shutil.rmtree(tmp_path / "traces")
+
+    trace = str(tmp_path / "traces" / "trace.json")
+    with pytest.raises(HeadraceError, match="what was trained is not touched"):
+        run_config(engine={"trace": trace}, max_steps=1, callbacks=[Loses()])
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "finished"
+    assert latest_checkpoint(tmp_path / "run").name == "checkpoint-1"

@@ -117,4 +117,16 @@ def _run(verb: str, arguments: list[str]) -> int:
             file=sys.stderr,
         )
         return EXIT_WILL_NOT_FIT
+    except (MemoryError, RuntimeError) as error:
+        # torch says so in a RuntimeError; what knows better what to change has said so before.
+        host = isinstance(error, MemoryError) or "allocate memory" in str(error)
+        if not host and type(error).__name__ != "OutOfMemoryError":
+            raise
+        line = (str(error).strip().splitlines() or ["no more of it"])[0]
+        print(
+            f"headrace {verb}: {'host' if host else 'device'} memory ran out: {line}\n  remedy: "
+            "give it more memory, or less to hold",
+            file=sys.stderr,
+        )
+        return EXIT_WILL_NOT_FIT
     return result if isinstance(result, int) else 0

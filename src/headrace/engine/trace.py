@@ -12,6 +12,7 @@ and how long launching took.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections import deque
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, HeadraceError
 
 if TYPE_CHECKING:
     from headrace.engine.config import EngineConfig
@@ -173,13 +174,28 @@ class Tracer:
             self.add_host("step", f"step {number}", begun)
 
     def close(self) -> None:
-        """Write what is kept; the lanes must have ended."""
+        """Write what is kept; the lanes must have ended.
+
+        Raises:
+            HeadraceError: the file cannot be written.
+        """
         self._end_step()
         self._step = None
         if self._cuda:
             torch.cuda.synchronize()
         spans = [span for step in self._steps for span in step]
-        self._path.write_text(json.dumps(chrome_trace(spans, self._name)), encoding="utf-8")
+        temporary = self._path.with_name(f".{self._path.name}.writing")
+        try:
+            temporary.write_text(json.dumps(chrome_trace(spans, self._name)), encoding="utf-8")
+            temporary.replace(self._path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise HeadraceError(
+                f"the trace {self._path} could not be written: {error.strerror}; what was trained "
+                "is not touched by that",
+                remedy="free space, or write it elsewhere with engine.trace",
+            ) from error
 
 
 def timed_event() -> torch.cuda.Event:

@@ -241,7 +241,7 @@ def check_room(out: Path, num_bytes: int) -> None:
     if num_bytes > free:
         raise CapacityError(
             f"{out} needs {format_bytes(num_bytes)}, {place} has {format_bytes(free)} free",
-            remedy="free space, or convert to another disk",
+            remedy="free space, or write to another disk",
         )
 
 

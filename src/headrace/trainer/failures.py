@@ -6,6 +6,7 @@ of smaller waves, to rounding; a second failure ends the run. Reads and writes n
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from headrace.store.host_memory import host_memory
 from headrace.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from headrace.batch import MicroBatch
     from headrace.engine import Engine, StepResult
@@ -62,13 +63,9 @@ def step_with_retry(
         except torch.OutOfMemoryError as error:
             return _first_line(error)
         except (MemoryError, RuntimeError) as error:
-            if not isinstance(error, MemoryError) and "allocate memory" not in str(error):
+            if not _is_host_memory(error):
                 raise
-            raise CapacityError(
-                f"host memory ran out in update {step}: {_first_line(error)} "
-                f"({host_memory().explain()})",
-                remedy=_HOST_REMEDY,
-            ) from error
+            raise _host_memory_error(f"in update {step}", error, _HOST_REMEDY) from error
 
     result = attempt()
     if not isinstance(result, str):
@@ -93,6 +90,40 @@ def step_with_retry(
             remedy=_REMEDY,
         )
     return result
+
+
+@contextlib.contextmanager
+def memory_told(what: str, remedy: str = _HOST_REMEDY) -> Iterator[None]:
+    """Say of memory that runs out when it did, and what to change.
+
+    Args:
+        what: was being done, such as ``"while the run was prepared"``.
+        remedy: what to change.
+
+    Raises:
+        CapacityError: memory of the host or of the device ran out.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise CapacityError(
+            f"the device ran out of memory {what}: {_first_line(error)}", remedy=remedy
+        ) from error
+    except (MemoryError, RuntimeError) as error:
+        if not _is_host_memory(error):
+            raise
+        raise _host_memory_error(what, error, remedy) from error
+
+
+def _is_host_memory(error: BaseException) -> bool:
+    return isinstance(error, MemoryError) or "allocate memory" in str(error)
+
+
+def _host_memory_error(what: str, error: BaseException, remedy: str) -> CapacityError:
+    return CapacityError(
+        f"host memory ran out {what}: {_first_line(error)} ({host_memory().explain()})",
+        remedy=remedy,
+    )
 
 
 def _first_line(error: BaseException) -> str:

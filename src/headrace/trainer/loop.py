@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import RankError
-from headrace.trainer.failures import MemoryWatch, step_with_retry
+from headrace.trainer.failures import MemoryWatch, memory_told, step_with_retry
 from headrace.trainer.metrics import Meter
 
 if TYPE_CHECKING:
@@ -254,7 +254,11 @@ class TrainingLoop:
     def _evaluate(self) -> dict[str, Any]:
         self._evaluation_due = False
         self._saver.before_step()
-        return self._evaluator.run()
+        with memory_told(
+            f"in the evaluation after step {self.step}",
+            "lower per_device_eval_batch_size, or max_length",
+        ):
+            return self._evaluator.run()
 
     def _save(self) -> None:
         self._finish_save(wait=True)

@@ -8,6 +8,7 @@ never include padding. Does not display anything.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -142,11 +143,18 @@ class MetricsLog:
         temporary.write_text("".join(map(_line, kept)), encoding="utf-8")
         temporary.replace(path)
         self._file = path.open("a", encoding="utf-8")
+        self._is_whole = True
 
     def append(self, row: dict[str, Any]) -> None:
-        """Write one row, a JSON object with a ``step``."""
+        """Write one row, a JSON object with a ``step``.
+
+        Raises:
+            OSError: it cannot be written, such as on a full disk; nothing is written later.
+        """
+        self._is_whole = False
         self._file.write(_line(row))
         self._file.flush()
+        self._is_whole = True
 
     def sync(self) -> None:
         """Make every row durable."""
@@ -155,9 +163,14 @@ class MetricsLog:
 
     def close(self) -> None:
         """Make every row durable and close."""
-        if not self._file.closed:
+        if self._file.closed:
+            return
+        if self._is_whole:
             self.sync()
             self._file.close()
+        else:  # the first error is the one to show, and closing would write again
+            with contextlib.suppress(OSError):
+                self._file.close()
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -114,8 +114,12 @@ class RunRecord:
         self._values["peak_rss_bytes"] = peak_rss_bytes()
         self._values["seconds"] = sum(s.get("seconds", 0.0) for s in self._values["sessions"])
         temporary = self._path.with_name(f".{self._path.name}.writing")
-        temporary.write_text(json.dumps(self._values, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(self._path)
+        try:
+            temporary.write_text(json.dumps(self._values, indent=1) + "\n", encoding="utf-8")
+            temporary.replace(self._path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
 
     def end(self, outcome: str, *, last_step: int, **values: Any) -> None:
         """Write how the session ended: ``finished``, ``stopped`` or ``failed``."""

@@ -262,6 +262,26 @@ def _differences(before: Any, now: Any, where: str) -> Iterator[str]:
 
 
 @contextlib.contextmanager
+def disk_full_told(output_dir: Path) -> Iterator[None]:
+    """Say of a full disk which one it is.
+
+    Raises:
+        CapacityError: the disk of ``output_dir`` is full.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+            raise
+        inside = f" ({error.filename})" if error.filename else ""
+        raise CapacityError(
+            f"the disk of output_dir {output_dir} is full{inside}",
+            remedy="free space, or choose another output_dir; resume_from_checkpoint: auto goes on "
+            "from the last checkpoint",
+        ) from error
+
+
+@contextlib.contextmanager
 def writable(output_dir: Path) -> Iterator[None]:
     """Say of an ``output_dir`` what makes it unusable.
 
@@ -270,13 +290,9 @@ def writable(output_dir: Path) -> Iterator[None]:
         ConfigError: it, or a file of a run in it, cannot be written.
     """
     try:
-        yield
+        with disk_full_told(output_dir):
+            yield
     except OSError as error:
-        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
-            raise CapacityError(
-                f"the disk of output_dir {output_dir} is full",
-                remedy="free space, or choose another output_dir",
-            ) from error
         place = error.filename2 or error.filename
         inside = "" if place in (None, str(output_dir)) else f" ({place})"
         raise ConfigError(

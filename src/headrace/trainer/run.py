@@ -24,12 +24,13 @@ from headrace.trainer.callbacks import Callbacks
 from headrace.trainer.config import TrainConfig, resolve
 from headrace.trainer.display import make_display
 from headrace.trainer.evaluate import Evaluator
+from headrace.trainer.failures import memory_told
 from headrace.trainer.harness import Harness
 from headrace.trainer.loop import TrainingLoop
 from headrace.trainer.metrics import MetricsLog
 from headrace.trainer.prepare import prepare
 from headrace.trainer.record import RunRecord, hardware, model_hash, peak_rss_bytes, versions
-from headrace.trainer.resume import foreign_checkpoints, set_aside, writable
+from headrace.trainer.resume import disk_full_told, foreign_checkpoints, set_aside, writable
 from headrace.trainer.saving import Saver
 from headrace.trainer.signals import StopRequest
 from headrace.trainer.stopping import stopping_callbacks
@@ -113,7 +114,8 @@ def train(
     while True:
         with ExitStack() as stack, ranks.joined():
             try:
-                prepared = prepare(resolved, stack, say, ranks)
+                with memory_told("while the run was prepared"):
+                    prepared = prepare(resolved, stack, say, ranks)
             except DamagedCheckpointError as error:
                 if ranks.is_main:
                     say(set_aside(resolved, error))
@@ -237,7 +239,8 @@ class _Session:
                 stop=stop,
             )
             try:
-                loop.run()
+                with disk_full_told(self._out):
+                    loop.run()
             except BaseException as error:
                 # A save under way is completed, unless somebody wants the process to end now.
                 self._saver.close(give_up=isinstance(error, KeyboardInterrupt))
