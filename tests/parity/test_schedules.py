@@ -120,6 +120,24 @@ def test_one_slot_count_after_another_in_one_engine():
     assert differing(*state_bits) == []
 
 
+@pytest.mark.parametrize("settings", [{}, {"weight_slots": 2, "micro_batches_per_wave": 1}])
+def test_units_are_sent_in_the_order_of_their_use(settings, monkeypatch):
+    """The head is updated last: before a layer it would hold back what is updated already."""
+    sent = []
+    fetch = windows.Windows._fetch
+
+    def noting(self, unit, slot):
+        sent.append(unit)
+        fetch(self, unit, slot)
+
+    monkeypatch.setattr(windows.Windows, "_fetch", noting)
+    spec, state = tiny_state(tiny_config())
+    with make_engine(spec, state, **settings) as engine:
+        engine.step(make_batches(2), learning_rate=1e-3)
+    assert sent[:5] == [0, 1, 2, 3, 4]
+    assert sent.count(4) == sent.count(0) == 1
+
+
 def test_chunks_and_threads_keep_every_bit():
     """A unit of 2.4 chunks, with a block of the norm that ends inside the last one."""
     config = tiny_config(tied=True, vocab_size=5000)

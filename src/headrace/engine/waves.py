@@ -90,7 +90,7 @@ class Waves:
         waves = split_waves(len(micro_batches), self._config.micro_batches_per_wave)
         layers = self._spec.num_layers if num_layers is None else num_layers
         with pinned_backend(deterministic=self._config.deterministic):
-            self._windows.fetch_ends()
+            self._windows.fetch_embed()
             walk = self._windows.walk(layers, len(waves), backward=False)
             for wave in waves:
                 batches = [DeviceBatch.moved(micro_batches[m], self._device) for m in wave]
@@ -127,7 +127,7 @@ class Waves:
         num_layers = self._spec.num_layers
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         with pinned_backend(deterministic=self._config.deterministic):
-            windows.fetch_ends()
+            windows.fetch_embed()
             walk = windows.walk(num_layers, len(waves), backward=True)
             for number, wave in enumerate(waves):
                 first, last = number == 0, number == len(waves) - 1

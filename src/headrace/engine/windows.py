@@ -99,12 +99,14 @@ class Windows:
                 slot.ready.synchronize()
             slot.free = Mark.here(self._device)
 
-    def fetch_ends(self) -> None:
-        """Queue the embedding and the head."""
-        embed, head = self._streams_ends
-        if embed:
+    def fetch_embed(self) -> None:
+        """Queue the embedding."""
+        if self._streams_ends[0]:
             self._fetch(0, self.embed)
-        if head:
+
+    def fetch_head(self) -> None:
+        """Queue the head; it is updated last, and what is queued behind it waits, too."""
+        if self._streams_ends[1]:
             self._fetch(self._num_layers + 1, self.head)
 
     def release_ends(self) -> None:
@@ -155,7 +157,7 @@ class Windows:
             reuse=not self._poison,
             resident=self._resident,
         )
-        return Walk(self, plan)
+        return Walk(self, plan, num_layers)
 
     def after_layers(self) -> None:
         """A wave's last layer is in the compute stream; what follows is the embedding's."""
@@ -201,9 +203,11 @@ class Windows:
 class Walk:
     """One pass over a plan: issues transfers as slots become free, hands out filled slots."""
 
-    def __init__(self, windows: Windows, plan: list[Use]) -> None:
+    def __init__(self, windows: Windows, plan: list[Use], num_layers: int) -> None:
         """Queue the transfers that need no slot to be freed."""
         self._windows = windows
+        forward = [index for index, use in enumerate(plan[:num_layers]) if use.fetch]
+        self._last_forward = forward[-1] if forward else None
         self._plan = plan
         self._issue = fetches_after(plan)
         self._next = 0
@@ -224,5 +228,9 @@ class Walk:
                 self._windows.after_layers()
 
     def _start(self, done: int) -> None:
+        if done == -1 and self._last_forward is None:
+            self._windows.fetch_head()
         for index in self._issue.get(done, ()):
             self._windows.fetch_for(self._plan[index])
+            if index == self._last_forward:
+                self._windows.fetch_head()  # needed next
