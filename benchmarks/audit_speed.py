@@ -28,7 +28,7 @@ from headrace.audit import AuditConfig, run_audit
 from headrace.audit.published import NUM_DRAWS, PublishedRows
 from headrace.audit.published_defects import PublishedOptions
 from headrace.audit.synthetic import SyntheticConfig, simulate
-from headrace.audit.threads import blas_threads
+from headrace.audit.threads import num_workers, single_blas
 
 SPLIT = "2018-06-30"  # the simulated dates end before the published split
 
@@ -93,7 +93,7 @@ def main() -> None:
         )
     )
     panel, cutoff = drawn.panel, drawn.cutoff
-    found: dict[str, object] = {"cores": len(os.sched_getaffinity(0))}
+    found: dict[str, object] = {"cores": len(os.sched_getaffinity(0)), "workers": num_workers()}
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model.npy"
@@ -128,7 +128,7 @@ def main() -> None:
     values = np.column_stack([vectors.astype(np.float64), rows.features])
     del vectors
     rng = np.random.default_rng(123)
-    with blas_threads(arguments.dimension):
+    with single_blas():
         refit = seconds(lambda: published_refit(values, rows, rng), arguments.refits)
         fit = seconds(lambda: Ridge(alpha=10.0).fit(values, rows.targets[:, 0]), arguments.refits)
     # A model's own fits: (10 + 45) training sets of a channel and their 6 penalties, 200 targets.

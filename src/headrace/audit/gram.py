@@ -10,10 +10,13 @@ Shape legend: n rows, S sets, A parts, B sets of a batch, D embedding dimensions
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from headrace.audit.threads import spread
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -81,6 +84,7 @@ class GramBook:
         # A dimension without variance carries nothing; 1 keeps it at zero.
         self.values /= np.where(scale > 0, scale, 1.0)
         self._parts: Parts | None = None
+        self._making = threading.Lock()
 
     @property
     def num_rows(self) -> int:
@@ -117,8 +121,7 @@ class GramBook:
         """``(B, D, D)`` Gram matrices."""
         assert self._parts is not None
         dimension = self.dimension
-        if self._grams_AE is None:
-            self._make()
+        self.make()
         assert self._grams_AE is not None
         holds = self._parts.holds_SA[sets]
         used = np.flatnonzero(holds[:, self._whole].any(axis=0))
@@ -130,12 +133,21 @@ class GramBook:
             self._add_loose(gram_DD, held_A)
         return grams
 
-    def _make(self) -> None:
+    def make(self) -> None:
+        """Make what the Gram matrices are put together from, unless that was done."""
         assert self._parts is not None
         members = self._parts.members
-        self._grams_AE = np.empty((len(self._whole), self.dimension**2))
-        for gram_E, part in zip(self._grams_AE, self._whole, strict=True):
-            gram_E[:] = self._product(members[part]).ravel()
+        with self._making:
+            if self._grams_AE is not None:
+                return
+            grams_AE = np.empty((len(self._whole), self.dimension**2))
+
+            def make(position: int) -> None:
+                grams_AE[position] = self._product(members[self._whole[position]]).ravel()
+
+            for _ in spread(make, range(len(grams_AE)), dimension=self.dimension):
+                pass
+            self._grams_AE = grams_AE
 
     def _product(self, rows: Rows) -> Array:
         values = self.values[rows]
@@ -158,8 +170,9 @@ class GramBook:
             if len(missing) >= len(rows):
                 gram_DD += self._product(rows)
                 return
-        if self._all_loose_DD is None:
-            self._all_loose_DD = self._product(self._rows_of(self._loose))
+        with self._making:
+            if self._all_loose_DD is None:
+                self._all_loose_DD = self._product(self._rows_of(self._loose))
         gram_DD += self._all_loose_DD
         if missing is not None:
             gram_DD -= self._product(missing)

@@ -26,7 +26,7 @@ from headrace.audit.resample import (
     draw_offsets,
 )
 from headrace.audit.skill import Skill, purged_skill
-from headrace.audit.threads import blas_threads
+from headrace.audit.threads import single_blas
 from headrace.errors import DataError
 
 if TYPE_CHECKING:
@@ -229,7 +229,7 @@ def measure(
 
     A twin meets the observed dates alone, and of the tables the premium: it is a reference.
     """
-    with blas_threads(values.shape[1]):
+    with single_blas():
         return _measure(values, layout, twin=twin, tables=tables and layout.config.tables)
 
 

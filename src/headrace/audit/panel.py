@@ -179,7 +179,9 @@ def make_panel(
     }
     num_rows = len(columns["y"])
     if num_rows == 0:
-        raise DataError(f"panel {name!r} has no rows")
+        raise DataError(
+            f"panel {name!r} has no rows", remedy="write a row for each forecast into it"
+        )
     values = np.zeros((num_rows, 0)) if features is None else np.asarray(features, dtype=np.float64)
     mask = np.ones(num_rows, dtype=bool) if embedded is None else np.asarray(embedded, dtype=bool)
     lengths = {key: len(column) for key, column in columns.items()}
@@ -190,7 +192,10 @@ def make_panel(
     for key in ("date", "label_start", "label_end"):
         missing = np.isnat(columns[key])
         if missing.any():
-            raise DataError(f"panel {name!r}: column {key!r} is empty in {name_rows(missing)}")
+            raise DataError(
+                f"panel {name!r}: column {key!r} is empty in {name_rows(missing)}",
+                remedy="drop these rows; a forecast without its dates cannot be placed in time",
+            )
     _check_values(name, columns, values, tuple(feature_names))
     entities, entity_of = np.unique(columns["entity"], return_inverse=True)
     sessions, session_of = np.unique(columns["date"], return_inverse=True)
@@ -198,10 +203,23 @@ def make_panel(
     if len(entities) < 2:
         raise DataError(
             f"panel {name!r} has one entity ({entities[0]}, rows 0 to {num_rows - 1}); at least 2 "
-            "are needed, because common and entity-specific movements are told apart"
+            "are needed, because common and entity-specific movements are told apart",
+            remedy="audit several entities in one panel",
         )
     if not mask.any():
-        raise DataError(f"panel {name!r}: column 'embedded' marks no row")
+        raise DataError(
+            f"panel {name!r}: column 'embedded' marks none of rows 0 to {num_rows - 1}",
+            remedy="mark the rows that have a vector with true, or drop the column if all have one",
+        )
+    past = columns["label_end"] < columns["date"]
+    if past.any():
+        notes = [
+            *notes,
+            (
+                f"In {past.sum()} of {num_rows} rows the label ends before the row's date, so it is no "
+                f"forecast ({name_rows(past)})."
+            ),
+        ]
     return Panel(
         name=name,
         entities=entities,
@@ -241,12 +259,14 @@ def _check_values(
     if np.ptp(y) == 0.0:
         raise DataError(
             f"panel {name!r}: the target is constant ({y[0]:g} in rows 0 to {len(y) - 1}); "
-            "there is nothing to predict"
+            "there is nothing to predict",
+            remedy="check that y holds the label and not a filled-in value",
         )
     backward = columns["label_end"] < columns["label_start"]
     if backward.any():
         raise DataError(
-            f"panel {name!r}: label_end lies before label_start in {name_rows(backward)}"
+            f"panel {name!r}: label_end lies before label_start in {name_rows(backward)}",
+            remedy="write the first and the last instant that the label covers, in this order",
         )
 
 

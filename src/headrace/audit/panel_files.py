@@ -37,7 +37,7 @@ def read_panel(path: Path, *, name: str | None = None) -> Panel:
     import polars as pl  # noqa: PLC0415  # half a second; only panels from files need it
 
     if not path.is_file():
-        raise DataError(f"no panel file at {path}")
+        raise DataError(f"no panel file at {path}", remedy="give a .parquet or .csv file")
     try:
         if path.suffix.lower() == ".csv":
             frame = pl.read_csv(path, infer_schema_length=None)
@@ -78,7 +78,10 @@ def panel_from_frame(frame: pl.DataFrame, *, name: str = "panel") -> Panel:
             )
     if frame["entity"].null_count():
         empty = name_rows(frame["entity"].is_null().to_numpy())
-        raise DataError(f"panel {name!r}: column 'entity' is empty in {empty}")
+        raise DataError(
+            f"panel {name!r}: column 'entity' is empty in {empty}",
+            remedy="name the entity of every row, or drop these rows",
+        )
     times = _times(frame, name)
     prompts = embedded = None
     if "prompt" in frame.columns:
@@ -149,7 +152,10 @@ def _parse(series: pl.Series, where: str) -> tuple[pl.Series, str]:
     unread = np.array([text is not None and moments[text] is None for text in series.to_list()])
     if unread.any():
         first = series[int(np.flatnonzero(unread)[0])]
-        raise DataError(f"{where} has text that is no date ({first!r}) in {name_rows(unread)}")
+        raise DataError(
+            f"{where} has text that is no date ({first!r}) in {name_rows(unread)}",
+            remedy="write ISO text (2020-01-31, or 2020-01-31T15:00:00+09:00)",
+        )
     zones = {text: str(moment.tzinfo or "none") for text, moment in moments.items() if moment}
     counts = Counter(zones[text] for text in series.to_list() if text is not None)
     kinds = [zone for zone, _ in counts.most_common()]

@@ -24,6 +24,7 @@ import numpy as np
 from scipy import linalg
 
 from headrace.audit.published_draws import solve_draws
+from headrace.audit.threads import spread
 from headrace.errors import DataError
 
 if TYPE_CHECKING:
@@ -233,21 +234,26 @@ def _evaluate(
         DataError: fewer than 10 rows on a side of the split, or fewer groups than folds.
     """
     fold = _deal(rows, weight)
-    cells = [
-        [_cell(values, targets, weight, (fold == k) & side) for side in (rows.train, ~rows.train)]
-        for k in range(NUM_FOLDS)
-    ]
+    masks = [(fold == k) & side for k in range(NUM_FOLDS) for side in (rows.train, ~rows.train)]
+    flat = list(
+        spread(lambda mask: _cell(values, targets, weight, mask), masks, dimension=values.shape[1])
+    )
+    cells = [flat[2 * k : 2 * k + 2] for k in range(NUM_FOLDS)]
     trained = _total([cell[0] for cell in cells])
     everything = trained + _total([cell[1] for cell in cells])
     test = ~rows.train & (weight > 0)
     coefficients, intercept = trained.ridge()
     off = _r2(targets[test], values[test] @ coefficients + intercept, weight[test])
-    on = np.zeros(targets.shape[1])
-    for k in range(NUM_FOLDS):
+
+    def score(k: int) -> Array:
         coefficients, intercept = (everything - cells[k][0] - cells[k][1]).ridge()
         tested = fold == k
         predicted = values[tested] @ coefficients + intercept
-        on += _r2(targets[tested], predicted, weight[tested]) / NUM_FOLDS
+        return _r2(targets[tested], predicted, weight[tested])
+
+    on = np.zeros(targets.shape[1])
+    for scores in spread(score, range(NUM_FOLDS), dimension=values.shape[1]):
+        on += scores / NUM_FOLDS
     return off, on
 
 
@@ -310,7 +316,11 @@ def _bootstrap(values: Array, rows: PublishedRows, num_draws: int) -> Array:
         )  # fmt: skip
         draws[pending] = solved
         pending = [b for b, draw in zip(pending, solved, strict=True) if np.isnan(draw).any()]
-    for b in pending:
-        off, on = _evaluate(values, rows, rows.targets[:, :1], times_BE[b][position])
+
+    def refit(b: int) -> tuple[Array, Array]:
+        return _evaluate(values, rows, rows.targets[:, :1], times_BE[b][position])
+
+    fits = spread(refit, pending, dimension=values.shape[1])
+    for b, (off, on) in zip(pending, fits, strict=True):
         draws[b] = off[0], on[0]
     return draws

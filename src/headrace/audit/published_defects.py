@@ -24,7 +24,7 @@ from headrace.audit.published import (
 )
 from headrace.audit.records import Figure, FindingRecord, PublishedRecord
 from headrace.audit.tables import null_of
-from headrace.audit.threads import blas_threads
+from headrace.audit.threads import single_blas
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -249,7 +249,7 @@ def run_published(
     rows = PublishedRows.of_panel(
         panel, split_date=options.split_date, offsets=offsets[: options.num_shifts]
     )
-    with blas_threads(embedding.shape[1]):
+    with single_blas():
         scores = evaluate_published(embedding, rows, num_draws=options.num_draws)
     findings = find_defects(panel, rows, scores, options.facts)
     return scores, published_record(scores, findings, stack=stack)

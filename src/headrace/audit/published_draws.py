@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from scipy import linalg
 
+from headrace.audit.threads import spread
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -32,6 +34,7 @@ _TOLERANCE = 4e-12
 _INNER_TOLERANCE = 2e-6  # what single precision reaches in whitened coordinates
 _MAX_INNER, _MAX_OUTER = 40, 5
 _ROWS_AT_ONCE = 2048
+_SYSTEMS_AT_ONCE = 128  # that iterate together; others iterate beside them
 
 
 @dataclass(frozen=True)
@@ -90,13 +93,18 @@ def solve_weighted(
     mean_PS = np.zeros((values.shape[1], num_systems))
     right_PS = np.zeros_like(mean_PS)
     count_S, total_S = np.zeros((2, num_systems))
-    for start in range(0, len(values), _ROWS_AT_ONCE):
-        rows, y = (x[start : start + _ROWS_AT_ONCE] for x in (values, target))
-        weight_nS = weight_ES[entity[start : start + _ROWS_AT_ONCE]]
-        mean_PS += rows.T @ weight_nS
-        right_PS += (rows * y[:, None]).T @ weight_nS
-        count_S += weight_nS.sum(axis=0)
-        total_S += y @ weight_nS
+
+    def add_up(systems: slice) -> None:
+        for start in range(0, len(values), _ROWS_AT_ONCE):
+            rows, y = (x[start : start + _ROWS_AT_ONCE] for x in (values, target))
+            weight_nS = weight_ES[entity[start : start + _ROWS_AT_ONCE], systems]
+            mean_PS[:, systems] += rows.T @ weight_nS
+            right_PS[:, systems] += (rows * y[:, None]).T @ weight_nS
+            count_S[systems] += weight_nS.sum(axis=0)
+            total_S[systems] += y @ weight_nS
+
+    for _ in spread(add_up, _together(num_systems), dimension=values.shape[1]):
+        pass
     mean_PS /= count_S
     target_mean_S = total_S / count_S
     right_PS -= mean_PS * total_S
@@ -112,23 +120,34 @@ def solve_weighted(
     size_S = np.linalg.norm(_whiten(factor, right_PS), axis=0)
     size_S[size_S == 0] = 1.0
     error_S = np.full(num_systems, np.inf)
-    chosen = np.arange(num_systems)
-    for outer in range(_MAX_OUTER + 1):
-        left_PS = right_PS[:, chosen]
-        if outer:
-            left_PS = left_PS - exact.apply(solution_PS[:, chosen], chosen)
-        left_PS = _whiten(factor, left_PS)
-        error_S[chosen] = np.linalg.norm(left_PS, axis=0) / size_S[chosen]
-        open_S = error_S[chosen] > _TOLERANCE
-        chosen, left_PS = chosen[open_S], left_PS[:, open_S]
-        if not len(chosen) or outer == _MAX_OUTER:
-            break
-        step_PS = _conjugate_gradients(quick, left_PS, chosen)
-        solution_PS[:, chosen] += linalg.solve_triangular(
-            factor, step_PS, lower=True, trans="T", check_finite=False
-        )
+
+    def refine(systems: slice) -> None:
+        chosen = np.arange(systems.start, systems.stop)
+        for outer in range(_MAX_OUTER + 1):
+            left_PS = right_PS[:, chosen]
+            if outer:
+                left_PS = left_PS - exact.apply(solution_PS[:, chosen], chosen)
+            left_PS = _whiten(factor, left_PS)
+            error_S[chosen] = np.linalg.norm(left_PS, axis=0) / size_S[chosen]
+            open_S = error_S[chosen] > _TOLERANCE
+            chosen, left_PS = chosen[open_S], left_PS[:, open_S]
+            if not len(chosen) or outer == _MAX_OUTER:
+                break
+            step_PS = _conjugate_gradients(quick, left_PS, chosen)
+            solution_PS[:, chosen] += linalg.solve_triangular(
+                factor, step_PS, lower=True, trans="T", check_finite=False
+            )
+
+    for _ in spread(refine, _together(num_systems), dimension=values.shape[1]):
+        pass
     intercept_S = target_mean_S - np.einsum("ps,ps->s", mean_PS, solution_PS)
     return WeightedFits(solution_PS, intercept_S, error_S <= _TOLERANCE)
+
+
+def _together(num_systems: int) -> list[slice]:
+    """Systems that are solved by one thread; the cut never depends on the number of cores."""
+    starts = range(0, num_systems, _SYSTEMS_AT_ONCE)
+    return [slice(start, min(start + _SYSTEMS_AT_ONCE, num_systems)) for start in starts]
 
 
 def _whiten(factor: Array, values_PS: NDArray[np.floating]) -> Array:
@@ -139,9 +158,14 @@ def _whiten(factor: Array, values_PS: NDArray[np.floating]) -> Array:
 def _whitened(exact: _Operator, factor: Array, alpha: float) -> _Operator:
     """The operator in the coordinates of ``factor``, in single precision."""
     white = np.empty(exact.values.shape, dtype=np.float32)
-    for start in range(0, len(white), _ROWS_AT_ONCE):
+
+    def turn(start: int) -> None:
         rows = slice(start, start + _ROWS_AT_ONCE)
         white[rows] = _whiten(factor, exact.values[rows].T).T
+
+    starts = range(0, len(white), _ROWS_AT_ONCE)
+    for _ in spread(turn, starts, dimension=white.shape[1]):
+        pass
     inverse = _whiten(factor, np.eye(len(factor)))
     return _Operator(
         values=white,

@@ -27,6 +27,7 @@ import numpy as np
 
 from headrace.audit.gram import GramBook, Parts, cut_rows
 from headrace.audit.ridge import CrossBook, Heads, Training, without_gaps
+from headrace.audit.threads import spread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +41,7 @@ PENALTIES = (1e1, 1e2, 1e3, 1e4, 1e5, 1e6, np.inf)
 ESTIMATOR_VERSION = "ridge-nested/1"
 _CHUNK_BYTES = 512 << 20  # of cross products
 _BATCH_BYTES = 64 << 20  # of Gram matrices
-_PIECE_BYTES = 128 << 20  # of the targets of test rows
+_PIECE_BYTES = 64 << 20  # of the targets of test rows
 
 
 class Targets(Protocol):
@@ -160,12 +161,18 @@ class _Solver:
             by_train.setdefault(id(train), []).append(w)
         asked = list(by_train.values())
         trains = [windows[group[0]][0] for group in asked]
-        for batch in self.batches(trains):
+
+        def try_batch(batch: list[int]) -> tuple[list[int], Array]:
             training = self.training([trains[position] for position in batch])
             members = [w for position in batch for w in asked[position]]
             owner = np.repeat(np.arange(len(batch)), [len(asked[position]) for position in batch])
             validations = [windows[w][1] for w in members]
-            losses_WLM[members] = self._losses(training, owner, validations, penalties)
+            return members, self._losses(training, owner, validations, penalties)
+
+        for members, losses in spread(
+            try_batch, self.batches(trains), dimension=self._book.dimension
+        ):
+            losses_WLM[members] = losses
         return losses_WLM
 
     def _losses(
@@ -210,55 +217,72 @@ class _Solver:
         return losses
 
     def predict(self, folds: Sequence[Fold], chosen_FM: Array) -> Iterator[Predictions]:
-        """Predictions of every fold, many rows in pieces."""
+        """Predictions of every fold, many rows in pieces; folds that learned nothing first."""
         trains = [fold.train for fold in folds]
         means_FM = self._cross.means(self._parts.find(trains))
         fitted_F = np.isfinite(chosen_FM).any(axis=1)
-        for f in map(int, np.flatnonzero(~fitted_F)):
-            yield from self._pieces(f, folds[f].test, means_FM[f], chosen_FM[f], [])
         fitted = [int(f) for f in np.flatnonzero(fitted_F)]
-        for batch in self.batches([trains[f] for f in fitted]):
-            training = self.training([trains[fitted[position]] for position in batch])
-            for b, position in enumerate(batch):
-                f = fitted[position]
-                heads = []
-                for penalty in np.unique(chosen_FM[f][np.isfinite(chosen_FM[f])]):
-                    columns = np.flatnonzero(chosen_FM[f] == penalty)
-                    head = training.heads(float(penalty), only=b, columns=columns)
-                    feature_mean_PM = training.feature_mean_BPM[b][:, columns]
-                    heads.append((columns, head, feature_mean_PM))
-                yield from self._pieces(f, folds[f].test, means_FM[f], chosen_FM[f], heads)
+        heads_F: dict[int, list[_Head]] = {int(f): [] for f in np.flatnonzero(~fitted_F)}
 
-    def _pieces(
-        self,
-        fold: int,
-        test: Rows,
-        mean_M: Array,
-        chosen_M: Array,
-        heads: Sequence[tuple[NDArray[np.intp], Heads, Array]],
-    ) -> Iterator[Predictions]:
-        size = max(1, _PIECE_BYTES // (8 * (1 + self._targets.num_features) * len(mean_M)))
-        for start in range(0, len(test), size):
-            rows = test[start : start + size]
-            block_KnM = self._targets.block(rows, self._columns)
-            deviation_nM = np.zeros(block_KnM.shape[1:])
-            for columns, head, feature_mean_PM in heads:
-                fitted_nM = self._book.values[rows] @ head.u_BMD[0].T
-                fitted_nM += head.constant_BM[0] - mean_M[columns]
-                for p, feature_nM in enumerate(block_KnM[1:, :, columns]):
-                    # A missing feature counts as the training mean.
-                    filled_nM = np.where(np.isnan(feature_nM), feature_mean_PM[p], feature_nM)
-                    fitted_nM += filled_nM * head.v_BMP[0, :, p]
-                deviation_nM[:, columns] = fitted_nM
-            yield Predictions(
-                fold=fold,
-                rows=rows,
-                columns=self._columns,
-                deviation=deviation_nM,
-                constant=mean_M,
-                target=block_KnM[0],
-                penalty=chosen_M,
-            )
+        def fit(batch: list[int]) -> dict[int, list[_Head]]:
+            training = self.training([trains[fitted[position]] for position in batch])
+            return {
+                fitted[position]: _fit_chosen(training, b, chosen_FM[fitted[position]])
+                for b, position in enumerate(batch)
+            }
+
+        dimension = self._book.dimension
+        for fits in spread(fit, self.batches([trains[f] for f in fitted]), dimension=dimension):
+            heads_F |= fits
+        width = self._columns.stop - self._columns.start
+        size = max(1, _PIECE_BYTES // (8 * (1 + self._targets.num_features) * width))
+        pieces = [
+            (f, folds[f].test[start : start + size])
+            for f in heads_F
+            for start in range(0, len(folds[f].test), size)
+        ]
+
+        def predict(piece: tuple[int, Rows]) -> Predictions:
+            f, rows = piece
+            return self._predict(f, rows, means_FM[f], chosen_FM[f], heads_F[f])
+
+        yield from spread(predict, pieces, dimension=dimension)
+
+    def _predict(
+        self, fold: int, rows: Rows, mean_M: Array, chosen_M: Array, heads: Sequence[_Head]
+    ) -> Predictions:
+        block_KnM = self._targets.block(rows, self._columns)
+        deviation_nM = np.zeros(block_KnM.shape[1:])
+        for columns, head, feature_mean_PM in heads:
+            fitted_nM = self._book.values[rows] @ head.u_BMD[0].T
+            fitted_nM += head.constant_BM[0] - mean_M[columns]
+            for p, feature_nM in enumerate(block_KnM[1:, :, columns]):
+                # A missing feature counts as the training mean.
+                filled_nM = np.where(np.isnan(feature_nM), feature_mean_PM[p], feature_nM)
+                fitted_nM += filled_nM * head.v_BMP[0, :, p]
+            deviation_nM[:, columns] = fitted_nM
+        return Predictions(
+            fold=fold,
+            rows=rows,
+            columns=self._columns,
+            deviation=deviation_nM,
+            constant=mean_M,
+            target=block_KnM[0],
+            penalty=chosen_M,
+        )
+
+
+_Head = tuple["NDArray[np.intp]", Heads, "Array"]  # columns, their head, their features' means
+
+
+def _fit_chosen(training: Training, member: int, chosen_M: Array) -> list[_Head]:
+    """Heads of one set of a batch, a penalty at a time, for the columns that chose it."""
+    heads: list[_Head] = []
+    for penalty in np.unique(chosen_M[np.isfinite(chosen_M)]):
+        columns = np.flatnonzero(chosen_M == penalty)
+        head = training.heads(float(penalty), only=member, columns=columns)
+        heads.append((columns, head, training.feature_mean_BPM[member][:, columns]))
+    return heads
 
 
 def nested_ridge(
@@ -287,6 +311,9 @@ def nested_ridge(
     """
     parts = parts or plan_parts(book.num_rows, folds, windows)
     book.cut(parts)
+    if int(parts.counts_S.max()) >= book.dimension:
+        # Before the work is spread, so that no worker waits for another to make them.
+        book.make()
     grid = np.asarray(penalties, dtype=np.float64)
     for columns in _chunks(targets, len(parts.members), book.dimension):
         solver = _Solver(book, targets, parts, columns)

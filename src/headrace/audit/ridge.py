@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from scipy.linalg import lapack
 
+from headrace.audit.threads import spread
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -51,7 +53,9 @@ class CrossBook:
         self._cross_AQD = np.zeros((len(parts.members), count * width, book.dimension))
         self._totals_AKM = np.zeros((len(parts.members), count, width))
         self._squares_AKKM = np.zeros((len(parts.members), count, count, width))
-        for part, members in enumerate(parts.members):
+
+        def read(part: int) -> None:
+            members = parts.members[part]
             for start in range(0, len(members), _ROWS_AT_ONCE):
                 rows = members[start : start + _ROWS_AT_ONCE]
                 block_KnM = without_gaps(targets.block(rows, columns))
@@ -59,6 +63,9 @@ class CrossBook:
                 self._cross_AQD[part] += flat_Qn @ book.values[rows]
                 self._totals_AKM[part] += block_KnM.sum(axis=1)
                 self._squares_AKKM[part] += np.einsum("jnm,knm->jkm", block_KnM, block_KnM)
+
+        for _ in spread(read, range(len(parts.members)), dimension=book.dimension):
+            pass
 
     def of(self, sets: NDArray[np.intp]) -> Sums:
         """Sums of sets of rows."""

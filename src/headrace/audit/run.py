@@ -26,7 +26,8 @@ from headrace.audit.records import (
     PublishedRecord,
     ReductionRecord,
 )
-from headrace.audit.sources import EmbeddingSource, as_source, load
+from headrace.audit.sources import EmbeddingSource, as_source, load, load_vectors
+from headrace.audit.threads import spread
 from headrace.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -94,13 +95,7 @@ def run_audit(
     hopeless = limits.hopeless(panel, config)
     layout = None if hopeless else build_layout(panel, config)
 
-    measured_twins: list[Measurement] = []
-    for name, source in twin_sources.items():
-        values, _ = load(name, source, panel)
-        if layout is not None:
-            say(f"twin {name}")
-            values = project(values, config.twin_max_dimension, config.seed)
-            measured_twins.append(measure(values, layout, twin=True))
+    measured_twins = _measure_twins(twin_sources, panel, config, layout, say)
     models: list[AuditedModel] = []
     published_runs: dict[str, tuple[PublishedScores, PublishedRecord]] = {}
     for name, source in sources.items():
@@ -188,6 +183,30 @@ def run_audit(
     )
 
 
+def _measure_twins(
+    sources: Mapping[str, EmbeddingSource],
+    panel: Panel,
+    config: AuditConfig,
+    layout: Layout | None,
+    say: Callable[[str], None],
+) -> list[Measurement]:
+    """Each twin, side by side; without a layout they are only checked."""
+
+    def one(source: tuple[str, EmbeddingSource]) -> Measurement | None:
+        values = load_vectors(*source, panel)
+        if layout is None:
+            return None
+        values = project(values, config.twin_max_dimension, config.seed)
+        return measure(values, layout, twin=True)
+
+    measured = []
+    results = spread(one, list(sources.items()), dimension=config.twin_max_dimension)
+    for name in sources:
+        say(f"twin {name}")
+        measured.append(next(results))
+    return [twin for twin in measured if twin is not None]
+
+
 def _controls(
     models: Sequence[AuditedModel],
     twins: Sequence[Measurement],
@@ -202,7 +221,7 @@ def _controls(
     values: NDArray[np.floating] | None = None
     for cutoff in dict.fromkeys(model.cutoff for model in models if model.cutoff is not None):
         if values is None:
-            values, _ = load(host[0], host[1], layout.panel)
+            values = load_vectors(host[0], host[1], layout.panel)
         record = positive_control(values, cutoff, layout, subtracted, stack=host[1].fingerprint)
         records += [] if record is None else [record]
     return tuple(records)

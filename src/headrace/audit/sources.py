@@ -90,7 +90,23 @@ def source_from_file(path: Path) -> EmbeddingSource:
 def load(
     name: str, source: EmbeddingSource, panel: Panel
 ) -> tuple[NDArray[np.floating], EmbeddingRecord]:
-    """Vectors of the embedded rows, checked, and their record.
+    """What :func:`load_vectors` gives, and its record."""
+    values = load_vectors(name, source, panel)
+    record = EmbeddingRecord(
+        dimension=int(values.shape[1]),
+        num_rows=len(values),
+        source=source.source,
+        sha256=hashlib.sha256(np.ascontiguousarray(values)).hexdigest(),
+        weights=source.weights,
+        template=source.template,
+        pooling=source.pooling,
+        layer=source.layer,
+    )
+    return values, record
+
+
+def load_vectors(name: str, source: EmbeddingSource, panel: Panel) -> NDArray[np.floating]:
+    """Vectors of the embedded rows, checked.
 
     Raises:
         DataError: naming rows, for a wrong number of rows, values that are missing or infinite,
@@ -102,15 +118,23 @@ def load(
         values = _read(name, values)
     elif not isinstance(values, np.ndarray):
         values = values(rows)
-    if values.ndim != 2 or not np.issubdtype(values.dtype, np.floating):
+    if values.ndim != 2 or not values.shape[1] or not np.issubdtype(values.dtype, np.floating):
         raise DataError(
             f"embedding {name!r} has shape {values.shape} and type {values.dtype}; a float array "
-            "(rows, dimensions) is needed"
+            "(rows, dimensions) is needed",
+            remedy="save one vector a row: numpy.save(FILE, vectors.astype(numpy.float32))",
         )
     if len(values) == panel.num_rows != len(rows):
         values = values[rows]
     if len(values) != len(rows):
-        raise DataError(_row_count(name, len(values), panel))
+        turned = values.shape[1] == len(rows)
+        raise DataError(
+            _row_count(name, len(values), panel),
+            remedy="save the transposed array: one vector a row"
+            if turned
+            else "embed the rows of this very panel, in its order; rows that have no vector are "
+            "marked false in a column 'embedded'",
+        )
     finite = np.isfinite(values).all(axis=1)
     if not finite.all():
         bad = np.zeros(panel.num_rows, dtype=bool)
@@ -120,18 +144,11 @@ def load(
             remedy="embed these rows again, or drop them from the panel",
         )
     if (np.ptp(values, axis=0) == 0).all():
-        raise DataError(f"embedding {name!r} is the same vector in all {len(rows)} rows")
-    record = EmbeddingRecord(
-        dimension=int(values.shape[1]),
-        num_rows=len(values),
-        source=source.source,
-        sha256=hashlib.sha256(np.ascontiguousarray(values).tobytes()).hexdigest(),
-        weights=source.weights,
-        template=source.template,
-        pooling=source.pooling,
-        layer=source.layer,
-    )
-    return values, record
+        raise DataError(
+            f"embedding {name!r} is the same vector in all {len(rows)} rows",
+            remedy="check that prompts differ and that the last real token is pooled, not padding",
+        )
+    return values
 
 
 def _row_count(name: str, count: int, panel: Panel) -> str:
@@ -153,7 +170,10 @@ def _row_count(name: str, count: int, panel: Panel) -> str:
 
 def _read(name: str, path: Path) -> NDArray[np.floating]:
     if not path.is_file():
-        raise DataError(f"embedding {name!r}: no file at {path}")
+        raise DataError(
+            f"embedding {name!r}: no file at {path}",
+            remedy="make it with headrace embed, or numpy.save",
+        )
     if path.suffix.lower() == ".parquet":
         return read_vectors(path)
     try:
@@ -164,5 +184,8 @@ def _read(name: str, path: Path) -> NDArray[np.floating]:
             remedy="write it with numpy.save, without objects",
         ) from error
     if not isinstance(values, np.ndarray):
-        raise DataError(f"embedding {name!r}: {path} holds several arrays; an .npy file holds one")
+        raise DataError(
+            f"embedding {name!r}: {path} holds several arrays; an .npy file holds one",
+            remedy="write each model's array with numpy.save, and name each with --embeddings",
+        )
     return values
