@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import re
 
 import numpy as np
 import polars as pl
@@ -81,8 +82,18 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_bad_input_is_refused_by_row(mistake):
     rows, words = MISTAKES[mistake]
-    with pytest.raises(DataError, match=words.replace("(", r"\(").replace(")", r"\)")):
+    with pytest.raises(DataError, match=re.escape(words)) as caught:
         panel_from_frame(rows)
+    assert caught.value.remedy
+
+
+def test_labels_that_end_before_their_forecast_are_said():
+    past = pl.when(at_3).then(pl.lit(dt.date(2019, 1, 1)))
+    rows = bad(label_start=past.otherwise("label_start"), label_end=past.otherwise("label_end"))
+    (note,) = panel_from_frame(rows).notes
+    assert "In 1 of 10 rows" in note
+    assert "row 3" in note
+    assert not panel_from_frame(frame()).notes
 
 
 def test_files_that_are_no_panels_are_refused(tmp_path):

@@ -214,12 +214,33 @@ def broken(values, row):
         (lambda v: broken(v, 5), "missing or infinite in panel row"),
         (np.ones_like, "the same vector"),
         (lambda v: v[:, 0], "shape"),
+        (lambda v: v[:, :0], "shape"),
         (lambda v: v.astype(np.int64), "type int64"),
+        (lambda v: v.T.copy(), r"(?s)has 24 rows.*transposed"),
     ],
 )
 def test_vectors_that_do_not_match_are_refused_by_row(clean, quick, change, words):
-    with pytest.raises(DataError, match=words):
+    with pytest.raises(DataError, match=words) as caught:
         run_audit(clean.panel, {"m": change(clean.embedding)}, config=quick)
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        np.asfortranarray,
+        lambda v: v.astype(">f4"),
+        lambda v: v.astype(np.float64),
+    ],
+)
+def test_the_layout_of_a_file_changes_no_figure(clean, quick, tmp_path, change):
+    np.save(tmp_path / "m.npy", change(clean.embedding))
+    plain, other = (
+        run_audit(clean.panel, {"m": source}, {"m": clean.cutoff}, config=quick).models[0]
+        for source in (clean.embedding, tmp_path / "m.npy")
+    )
+    assert other.skill == plain.skill
+    assert other.contamination == plain.contamination
 
 
 @pytest.mark.parametrize(
