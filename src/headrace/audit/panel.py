@@ -213,13 +213,11 @@ def make_panel(
         )
     past = columns["label_end"] < columns["date"]
     if past.any():
-        notes = [
-            *notes,
-            (
-                f"In {past.sum()} of {num_rows} rows the label ends before the row's date, so it is no "
-                f"forecast ({name_rows(past)})."
-            ),
-        ]
+        early = (
+            f"In {past.sum()} of {num_rows} rows the label ends before the row's date, so it is "
+            f"no forecast ({name_rows(past)})."
+        )
+        notes = [*notes, early]
     return Panel(
         name=name,
         entities=entities,

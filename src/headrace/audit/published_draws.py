@@ -164,7 +164,7 @@ def _whitened(exact: _Operator, factor: Array, alpha: float) -> _Operator:
         white[rows] = _whiten(factor, exact.values[rows].T).T
 
     starts = range(0, len(white), _ROWS_AT_ONCE)
-    for _ in spread(turn, starts, dimension=white.shape[1]):
+    for _ in spread(turn, starts, dimension=len(factor)):
         pass
     inverse = _whiten(factor, np.eye(len(factor)))
     return _Operator(

@@ -96,7 +96,7 @@ def load(
         dimension=int(values.shape[1]),
         num_rows=len(values),
         source=source.source,
-        sha256=hashlib.sha256(np.ascontiguousarray(values)).hexdigest(),
+        sha256=hashlib.sha256(np.ascontiguousarray(values).data).hexdigest(),
         weights=source.weights,
         template=source.template,
         pooling=source.pooling,
