@@ -12,6 +12,11 @@ meets them alike. MB/s are decimal megabytes of text by processor time and by th
 Cases: ours through dating and all checks but near-duplicates; ours with tokenisation (BPE of
 32,768); datatrove's JsonlReader, LambdaFilter on the date and ParquetWriter; the same with its
 DocumentTokenizer and the same tokenizer. datatrove does no checks in these cases.
+
+Whole builds, near-duplicates too, run with one worker and with one a core. ``start_up_cpu_s`` is
+what the same build of one document takes: interpreters and imports, whatever the corpus.
+``serial_share`` is the processor time of the process that leads the build, without its start, in
+that of all processes.
 """
 
 from __future__ import annotations
@@ -233,9 +238,10 @@ def run_build(num_workers: int, work: Path) -> None:
         near=True,
     )
     shutil.rmtree(config.work_path, ignore_errors=True)
-    begun = time.perf_counter()
+    used, begun = time.process_time(), time.perf_counter()
     manifest = build_corpus(config)
     result = {
+        "own_cpu_s": time.process_time() - used,
         "wall_s": time.perf_counter() - begun,
         "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "content_sha256": manifest.data["content_sha256"],
@@ -303,15 +309,29 @@ def measure(work: Path, megabytes: int, rounds: int, document_bytes: int) -> dic
         figures[f"ratio_{what}"] = round(
             statistics.median(b["cpu_s"] / a["cpu_s"] for a, b in pairs), 2
         )
+    figures |= measure_builds(work, rounds)
+    return figures
+
+
+def measure_builds(work: Path, rounds: int) -> dict[str, Any]:
+    """Whole builds with one process and with all cores, and what starting them costs."""
+    figures: dict[str, Any] = {}
     cores = len(os.sched_getaffinity(0))
+    small = work / "small"
+    small.mkdir()
+    (small / "tokenizer").symlink_to(work / "tokenizer")
+    with (work / "input.jsonl").open("rb") as file:
+        (small / "input.jsonl").write_bytes(file.readline())
     builds: dict[int, list[dict[str, Any]]] = {n: [] for n in sorted({1, cores})}
     for _ in range(rounds):
         for num_workers, results in builds.items():
             results.append(in_process("--build", str(num_workers), "--work", str(work)))
+    starts = {n: in_process("--build", str(n), "--work", str(small)) for n in builds}
     for num_workers, results in builds.items():
         figures[f"build_{num_workers}"] = {
             "wall_s": round(min(r["wall_s"] for r in results), 1),
             "all_cpu_s": round(statistics.median(r["all_cpu_s"] for r in results), 1),
+            "start_up_cpu_s": round(starts[num_workers]["all_cpu_s"], 1),
             "peak_mib": round(max(r["peak_mib"] for r in results)),
             "content_sha256": sorted({r["content_sha256"] for r in results}),
         }
@@ -320,6 +340,11 @@ def measure(work: Path, megabytes: int, rounds: int, document_bytes: int) -> dic
         statistics.median(b["all_cpu_s"] / a["all_cpu_s"] for a, b in zip(one, many, strict=True)),
         3,
     )
+    more = statistics.median(r["all_cpu_s"] for r in many) - starts[cores]["all_cpu_s"]
+    less = statistics.median(r["all_cpu_s"] for r in one) - starts[1]["all_cpu_s"]
+    figures["the_same_without_start_up"] = round(more / less, 3)
+    own = statistics.median(r["own_cpu_s"] for r in many) - starts[cores]["own_cpu_s"]
+    figures["serial_share"] = round(own / more, 3)
     figures["speed_up"] = round(min(r["wall_s"] for r in one) / min(r["wall_s"] for r in many), 2)
     return figures
 

@@ -1,19 +1,22 @@
 """Work spread over processes, one unit a time each; results in the order of the jobs.
 
 Workers come from a fork server: a process without threads that imports what all of them need
-once, so that a worker starts in milliseconds. This process itself is never forked, and no worker
-outlives it. With one worker everything runs in this process, which is what small corpora and
-tests want.
+once, so that a worker starts in milliseconds. This process itself is never forked, no worker
+outlives it, and none runs its script again: a script needs no ``if __name__ == "__main__"``.
+With one worker everything runs in this process, which is what small corpora and tests want.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.context
 import multiprocessing.forkserver
 import os
 import signal
+import sys
 import threading
+import types
 from collections import deque
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -80,6 +83,23 @@ class Workers:
         return job
 
 
+class _Process(multiprocessing.context.ForkServerProcess):
+    """A process that is not told of the script of this one, which it would run."""
+
+    @staticmethod
+    def _Popen(process_obj: Any) -> Any:  # noqa: N802 - the library's name
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        try:
+            return multiprocessing.context.ForkServerProcess._Popen(process_obj)  # noqa: SLF001 - to override
+        finally:
+            sys.modules["__main__"] = main
+
+
+class _Context(multiprocessing.context.ForkServerContext):
+    Process = _Process
+
+
 def warm_up(*modules: str) -> None:
     """Let the fork server start and import ``modules``; returns at once.
 
@@ -96,7 +116,7 @@ def workers(num_workers: int, prepare: Callable[..., None], *arguments: Any) -> 
         prepare(*arguments)
         yield Workers(None, 1)
         return
-    context = multiprocessing.get_context("forkserver")
+    context = _Context()
     # Only this process holds the writing end: the kernel closes it however this process ends.
     ours_to_read, ours_to_close = context.Pipe(duplex=False)
     executor = ProcessPoolExecutor(

@@ -101,10 +101,32 @@ def test_documents_and_tokens_agree_row_by_row(build: Any, dated: Path) -> None:
 def test_the_same_inputs_give_the_same_bytes(build: Any, dated: Path, tmp_path: Path) -> None:
     build({"path": str(dated)}, tokenizer=TOKENIZER, output="a")
     build({"path": str(dated)}, tokenizer=TOKENIZER, output="b", num_workers=2)
+    build({"path": str(dated)}, tokenizer=TOKENIZER, output="c", num_workers=3)
     build({"path": str(dated)}, tokenizer=TOKENIZER, output="a")  # in place, from its pieces
-    assert tree(tmp_path / "a") == tree(tmp_path / "b")
+    assert tree(tmp_path / "a") == tree(tmp_path / "b") == tree(tmp_path / "c")
     manifest = (tmp_path / "a" / "manifest.json").read_text()
     assert str(tmp_path) not in manifest.replace(str(dated), "")
+
+
+def test_a_script_without_a_guard_runs_once(tmp_path: Path, write_jsonl: Any, prose: Any) -> None:
+    rows = [{"id": str(i), "text": prose(i), "available_at": "2016-01-01"} for i in range(60)]
+    write_jsonl(tmp_path / "in.jsonl", rows)
+    values = {
+        "output_dir": str(tmp_path / "out"),
+        "cutoff": "2016-12-31",
+        "num_workers": 2,
+        "sources": [{"name": "s", "type": "jsonl", "path": str(tmp_path / "in.jsonl")}],
+    }
+    script = tmp_path / "build.py"
+    script.write_text(
+        "from headrace.corpus.build import build_corpus\n"
+        "from headrace.corpus.config import config_from\n"
+        f"print(build_corpus(config_from({values!r})).num_documents)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.stdout == "60\n", done.stderr
 
 
 def test_boundaries_of_the_cutoff(build: Any, tmp_path: Path, write_jsonl: Any, prose: Any) -> None:
