@@ -119,7 +119,7 @@ inline __attribute__((always_inline)) Element applied<kCorrect>(Element e, float
   return r;
 }
 
-template <int operation, bool is_split, typename Gradient, bool store>
+template <int operation, bool is_split, typename Gradient, int store>
 HEADRACE_INLINE void apply_run(const Buffers& buffers, const Gradient* grads,
                                const Coefficients& c, int64_t begin, int64_t num,
                                Limits& largest) {
@@ -132,18 +132,22 @@ HEADRACE_INLINE void apply_run(const Buffers& buffers, const Gradient* grads,
   Limits seen = largest;  // a copy that the stores below cannot alias
   for (int64_t i = 0; i < num; ++i) {
     Element e;
-    e.weight = is_split ? joined(hi[i], lo[i]) : weight[i];
+    e.weight = store == kMoments ? 0.0f : is_split ? joined(hi[i], lo[i]) : weight[i];
     e.exp_avg = exp_avg[i];
     e.exp_avg_sq = exp_avg_sq[i];
     const Element r = applied<operation>(e, gradient_of(grad[i]), c);
     const int32_t weight_bits = bits_of(r.weight);
     // As integers, so that NaNs are the largest magnitudes of all.
-    seen.weight = larger(seen.weight, weight_bits & kMagnitude);
+    if (store != kMoments) {
+      seen.weight = larger(seen.weight, weight_bits & kMagnitude);
+    }
     seen.exp_avg = larger(seen.exp_avg, bits_of(r.exp_avg) & kMagnitude);
     seen.exp_avg_sq = larger(seen.exp_avg_sq, bits_of(r.exp_avg_sq) & kMagnitude);
-    if (store) {
+    if (store == kEverything || store == kMoments) {
       exp_avg[i] = r.exp_avg;
       exp_avg_sq[i] = r.exp_avg_sq;
+    }
+    if (store == kEverything || store == kWeights) {
       if (is_split) {
         // Half away from zero: the remainder is then exactly the low half as a signed number.
         hi[i] = static_cast<uint16_t>((static_cast<uint32_t>(weight_bits) + 0x8000u) >> 16);
@@ -165,7 +169,7 @@ HEADRACE_INLINE void prefetch_tile(const T* base) {
   }
 }
 
-template <int operation, bool is_split, typename Gradient, bool store>
+template <int operation, bool is_split, typename Gradient, int store>
 bool apply_range(const Buffers& buffers, const Coefficients& coefficients, const Limits& limits,
                  int64_t begin, int64_t end) {
   const Coefficients c = coefficients;
@@ -175,10 +179,10 @@ bool apply_range(const Buffers& buffers, const Coefficients& coefficients, const
   for (; i + kTile <= end; i += kTile) {
     if (i + kAhead + kTile <= end) {
       const int64_t next = i + kAhead;
-      if (is_split) {
+      if (store != kMoments && is_split) {
         prefetch_tile(buffers.hi + next);
         prefetch_tile(buffers.lo + next);
-      } else {
+      } else if (store != kMoments) {
         prefetch_tile(buffers.weight + next);
       }
       prefetch_tile(buffers.exp_avg + next);
@@ -264,10 +268,14 @@ void negate(float* values, int64_t begin, int64_t end) {
 
 }  // namespace
 
-#define HEADRACE_STORES(operation, is_split, Gradient)             \
-  {                                                                \
-    apply_range<operation, is_split, Gradient, false>,             \
-        apply_range<operation, is_split, Gradient, true>           \
+#define HEADRACE_KERNEL(operation, is_split, Gradient, store) \
+  apply_range<operation, is_split, Gradient, store>
+#define HEADRACE_STORES(operation, is_split, Gradient)                                           \
+  {                                                                                              \
+    HEADRACE_KERNEL(operation, is_split, Gradient, kNothing),                                    \
+        HEADRACE_KERNEL(operation, is_split, Gradient, kEverything),                             \
+        operation == kUpdate ? HEADRACE_KERNEL(kUpdate, is_split, Gradient, kWeights) : nullptr, \
+        operation == kUpdate ? HEADRACE_KERNEL(kUpdate, is_split, Gradient, kMoments) : nullptr  \
   }
 #define HEADRACE_OPERATION(operation)                                                            \
   {                                                                                              \

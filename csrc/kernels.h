@@ -48,14 +48,18 @@ struct Buffers {
 
 enum Operation : int { kUpdate = 0, kInvert = 1, kCorrect = 2, kNumOperations = 3 };
 
-// Applies (or, without `store`, only evaluates) an operation to the elements [begin, end).
-// Returns whether any result is beyond `limits`; a NaN counts as beyond.
+// What of the results is stored. `kWeights` and then `kMoments`, with the same gradient, leave
+// what `kEverything` does: new moments depend on no weight. Only updates are stored in two parts.
+enum Store : int { kNothing = 0, kEverything = 1, kWeights = 2, kMoments = 3, kNumStores = 4 };
+
+// Applies an operation to the elements [begin, end), or only evaluates it (kNothing). Returns
+// whether any result is beyond `limits`; a NaN counts as beyond. kMoments looks at no weight.
 using RangeKernel = bool (*)(const Buffers&, const Coefficients&, const Limits&, int64_t begin,
                              int64_t end);
 
 struct KernelTable {
-  // [operation][master is split][gradient is bf16][store]
-  RangeKernel range[kNumOperations][2][2][2];
+  // [operation][master is split][gradient is bf16][store]; null where there is no such store.
+  RangeKernel range[kNumOperations][2][2][kNumStores];
   // Largest magnitude of the elements, as the bits of a non-negative fp32 (NaN above infinity).
   int32_t (*largest_bfloat16)(const uint16_t* grad, int64_t begin, int64_t end);
   int32_t (*largest_float32)(const float* grad, int64_t begin, int64_t end);

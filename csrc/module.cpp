@@ -72,11 +72,14 @@ bool is_bfloat16(const FlatGrad& grad) {
   throw std::invalid_argument("gradients are uint16 (bf16 bits) or float32");
 }
 
-bool apply(const std::string& isa, int operation, bool store, Buffers buffers,
+bool apply(const std::string& isa, int operation, int store, Buffers buffers,
            const FlatGrad& grad, const Packed& packed, std::array<int32_t, 3> limits,
            Pool* pool) {
   if (operation < 0 || operation >= kNumOperations) {
     throw std::invalid_argument("no such operation");
+  }
+  if (store < 0 || store >= kNumStores) {
+    throw std::invalid_argument("no such store");
   }
   Coefficients coefficients;
   std::memcpy(&coefficients, packed.data(), sizeof coefficients);
@@ -84,12 +87,15 @@ bool apply(const std::string& isa, int operation, bool store, Buffers buffers,
   const bool is_split = buffers.hi != nullptr;
   const RangeKernel kernel =
       table_named(isa).range[operation][is_split][is_bfloat16(grad)][store];
+  if (kernel == nullptr) {
+    throw std::invalid_argument("only updates are stored in two parts");
+  }
   const Limits bounds{limits[0], limits[1], limits[2]};
   std::atomic<bool> beyond{false};
   for_each_block(pool, static_cast<int64_t>(grad.size()), kBlock,
                  [&](int64_t begin, int64_t end) {
                    // A dry run is decided by the first result beyond the limits.
-                   if (!store && beyond.load(std::memory_order_relaxed)) {
+                   if (store == kNothing && beyond.load(std::memory_order_relaxed)) {
                      return;
                    }
                    if (kernel(buffers, coefficients, bounds, begin, end)) {
@@ -189,7 +195,7 @@ NB_MODULE(_native, m) {
   });
   m.def(
       "apply_split",
-      [](const std::string& isa, int operation, bool store, Flat<uint16_t> hi, Flat<int16_t> lo,
+      [](const std::string& isa, int operation, int store, Flat<uint16_t> hi, Flat<int16_t> lo,
          Flat<float> exp_avg, Flat<float> exp_avg_sq, FlatGrad grad, Packed packed,
          int32_t weight_limit, int32_t first_limit, int32_t second_limit, Pool* pool) {
         const Buffers buffers{hi.data(),      lo.data(),         nullptr,
@@ -204,7 +210,7 @@ NB_MODULE(_native, m) {
       nb::arg("second_limit"), nb::arg("pool").none());
   m.def(
       "apply_float32",
-      [](const std::string& isa, int operation, bool store, Flat<float> weight,
+      [](const std::string& isa, int operation, int store, Flat<float> weight,
          Flat<float> exp_avg, Flat<float> exp_avg_sq, FlatGrad grad, Packed packed,
          int32_t weight_limit, int32_t first_limit, int32_t second_limit, Pool* pool) {
         const Buffers buffers{nullptr,        nullptr,           weight.data(),

@@ -1,5 +1,6 @@
 """How a step runs does not change its result: modes, waves, slots, chunks, threads, delays."""
 
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -39,6 +40,8 @@ def plain():
         {"gradient_slots": 5},
         {"update_threads": 2},
         {"micro_batches_per_wave": 3},
+        {"update_order": "weights_first"},
+        {"update_order": "weights_first", "gradient_slots": 1, "chunk_bytes": 4096},
     ],
     ids=lambda settings: "-".join(f"{key}-{value}" for key, value in settings.items()),
 )
@@ -165,8 +168,9 @@ RACE = {"poison_slots": True, "lane_jitter_seconds": 0.002}
         {"weight_slots": 2, "gradient_slots": 1},
         {"weight_slots": 3, "activations": "recompute"},
         {"weight_slots": 2, "micro_batches_per_wave": 1},
+        {"weight_slots": 2, "gradient_slots": 1, "update_order": "weights_first"},
     ],
-    ids=["keep", "recompute", "waves"],
+    ids=["keep", "recompute", "waves", "weights first"],
 )
 def test_buffer_lifetime_races(settings, max_grad_norm):
     """Pitfall 13. Lanes with random delays, freed slots poisoned with NaN: the same bits."""
@@ -219,6 +223,20 @@ def reuse_gradients_too_early(engine, monkeypatch):
     engine.updater._d2h._jitter = lambda: 0.02
 
 
+def return_before_the_moments(engine, monkeypatch):
+    """A gradient comes back over one that the moments still need."""
+
+    class Blind(list):
+        def __getitem__(self, index):
+            return None
+
+    engine.updater._moments_updated = Blind(engine.updater._moments_updated)
+    finish = engine.updater._finish_moments
+    monkeypatch.setattr(
+        engine.updater, "_finish_moments", lambda *args: (time.sleep(0.1), finish(*args))
+    )
+
+
 @pytest.mark.parametrize(
     "fault",
     [
@@ -226,6 +244,7 @@ def reuse_gradients_too_early(engine, monkeypatch):
         forget_to_rebind_kept_graphs,
         dispatch_before_the_update,
         reuse_gradients_too_early,
+        return_before_the_moments,
     ],
 )
 def test_buffer_lifetime_check_finds_a_missing_wait(fault, monkeypatch):
@@ -234,6 +253,8 @@ def test_buffer_lifetime_check_finds_a_missing_wait(fault, monkeypatch):
     def run(break_engine):
         spec, state = tiny_state(tiny_config(tied=False))
         settings = {"weight_slots": 2, "gradient_slots": 1, "poison_slots": True}
+        if fault is return_before_the_moments:
+            settings["update_order"] = "weights_first"
         with make_engine(spec, state, **settings) as engine:
             if break_engine:
                 fault(engine, monkeypatch)

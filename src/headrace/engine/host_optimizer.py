@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import NumericsError
-from headrace.kernels.headroom import Headroom
+from headrace.kernels.headroom import Headroom, Store
 from headrace.store.layout import plan_segments, split_range
 
 if TYPE_CHECKING:
@@ -101,10 +101,16 @@ class HostOptimizer:
         """End the kernels' threads."""
         self._pool.close()
 
-    def update(self, chunk: Chunk, gradient: NDArray[Any], settings: UpdateSettings) -> bool:
+    def update(
+        self,
+        chunk: Chunk,
+        gradient: NDArray[Any],
+        settings: UpdateSettings,
+        store: Store = Store.EVERYTHING,
+    ) -> bool:
         """AdamW on a chunk; False if it was refused (a non-finite value)."""
         return self._call(
-            self._update, chunk, gradient, settings, grad_scale=settings.gradient_scale
+            self._update, chunk, gradient, settings, grad_scale=settings.gradient_scale, store=store
         )
 
     def invert(self, chunk: Chunk, gradient: NDArray[Any], settings: UpdateSettings) -> bool:
@@ -141,7 +147,7 @@ class HostOptimizer:
         chunk: Chunk,
         gradient: NDArray[Any],
         settings: UpdateSettings,
-        **scales: float,
+        **how: Any,
     ) -> bool:
         planes = self._state.units[chunk.unit].arrays
         assert planes is not None, "a unit on the device was given to the host"
@@ -157,7 +163,7 @@ class HostOptimizer:
             pool=self._pool,
             headroom=self._headroom[chunk],
             largest_grad=settings.largest_gradient,
-            **scales,
+            **how,
         )
         return applied
 

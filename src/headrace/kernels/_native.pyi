@@ -15,7 +15,7 @@ def instruction_sets() -> list[str]: ...
 def apply_split(
     isa: str,
     operation: int,
-    store: bool,
+    store: int,
     hi: NDArray[np.uint16],
     lo: NDArray[np.int16],
     exp_avg: NDArray[np.float32],
@@ -30,7 +30,7 @@ def apply_split(
 def apply_float32(
     isa: str,
     operation: int,
-    store: bool,
+    store: int,
     weight: NDArray[np.float32],
     exp_avg: NDArray[np.float32],
     exp_avg_sq: NDArray[np.float32],

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from headrace.kernels.coefficients import Coefficients
-    from headrace.kernels.headroom import Limits, Operation
+    from headrace.kernels.headroom import Limits, Operation, Store
 
     Float32 = NDArray[np.float32]
     UInt16 = NDArray[np.uint16]
@@ -68,10 +68,10 @@ class Backend(Protocol):
         c: Coefficients,
         limits: Limits,
         *,
-        store: bool,
+        store: Store,
         pool: Any,
     ) -> bool:
-        """Evaluate, and store when asked; whether any result is beyond the limits."""
+        """Evaluate, and store what is asked; whether any result is beyond the limits."""
 
     def largest(self, grad: NDArray[Any], pool: Any) -> float:
         """The largest magnitude; NaN if there is one, else infinity if there is one."""

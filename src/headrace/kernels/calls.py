@@ -19,7 +19,14 @@ import numpy as np
 from headrace.errors import NumericsError
 from headrace.kernels.arrays import Arrays, check_arrays
 from headrace.kernels.coefficients import coefficients
-from headrace.kernels.headroom import AMPLE, FINITE, FINITE_SPLIT, Operation, results_stay_finite
+from headrace.kernels.headroom import (
+    AMPLE,
+    FINITE,
+    FINITE_SPLIT,
+    Operation,
+    Store,
+    results_stay_finite,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -49,6 +56,9 @@ class HostKernels:
     * ``headroom``: what is known of this range of the state; spares the dry run.
     * ``largest_grad``: a bound on ``|grad|`` before scaling that the caller knows, such as its
       norm; spares the scan of the gradient. Wrong bounds are found after the fact and raise.
+    * ``store`` (updates): ``WEIGHTS`` leaves the moments as they were, and ``MOMENTS`` with the
+      same arguments follows it once, after a True: 18 bytes a parameter each instead of 26, the
+      weights there sooner.
 
     Each returns True when it was applied and False when it was refused, with the state untouched.
     """
@@ -87,6 +97,7 @@ class HostKernels:
         pool: Any = None,
         headroom: Headroom | None = None,
         largest_grad: float | None = None,
+        store: Store = Store.EVERYTHING,
     ) -> bool:
         """One AdamW step on a split master; the formulas are in ``reference.py``."""
         factors = coefficients(
@@ -101,6 +112,7 @@ class HostKernels:
             pool=pool,
             headroom=headroom,
             largest_grad=largest_grad,
+            store=store,
         )
 
     def adamw_float32(
@@ -120,6 +132,7 @@ class HostKernels:
         pool: Any = None,
         headroom: Headroom | None = None,
         largest_grad: float | None = None,
+        store: Store = Store.EVERYTHING,
     ) -> bool:
         """One AdamW step on a plain fp32 master; bitwise the values of :meth:`adamw_split`."""
         factors = coefficients(
@@ -134,6 +147,7 @@ class HostKernels:
             pool=pool,
             headroom=headroom,
             largest_grad=largest_grad,
+            store=store,
         )
 
     def invert_split(
@@ -310,6 +324,7 @@ class HostKernels:
         pool: Any,
         headroom: Headroom | None,
         largest_grad: float | None,
+        store: Store = Store.EVERYTHING,
     ) -> bool:
         kinds: dict[str, tuple[Any, tuple[type, ...], bool]] = {
             "exp_avg": (arrays.exp_avg, (np.float32,), True),
@@ -326,8 +341,9 @@ class HostKernels:
             return True
         finite = FINITE if arrays.weight is not None else FINITE_SPLIT
 
-        is_proved = False
-        if headroom is not None and headroom.is_ample:
+        # Moments that are stored after their weights were looked at with them.
+        is_proved = store == Store.MOMENTS
+        if not is_proved and headroom is not None and headroom.is_ample:
             largest = largest_grad
             if largest is None:
                 largest = self.backend.largest(arrays.grad, pool)
@@ -336,9 +352,11 @@ class HostKernels:
             is_proved = results_stay_finite(operation, c, largest)
         if not is_proved:
             largest_grad = None  # whatever was promised, the dry run has looked at everything
-            if self.backend.apply(operation, arrays, c, finite, store=False, pool=pool):
+            if self.backend.apply(operation, arrays, c, finite, store=Store.NOTHING, pool=pool):
                 return False
-        is_beyond = self.backend.apply(operation, arrays, c, AMPLE, store=True, pool=pool)
+        is_beyond = self.backend.apply(operation, arrays, c, AMPLE, store=store, pool=pool)
+        if store == Store.MOMENTS:
+            return True
         if headroom is not None:
             headroom.is_ample = not is_beyond
         if is_beyond and largest_grad is not None:

@@ -31,6 +31,19 @@ class Operation(IntEnum):
     CORRECT = 2
 
 
+class Store(IntEnum):
+    """What of the results a call stores; the numbers are those of ``csrc/kernels.h``.
+
+    ``WEIGHTS`` and then ``MOMENTS``, with the same gradient, leave what ``EVERYTHING`` does: new
+    moments depend on no weight. Only updates are stored in two parts.
+    """
+
+    NOTHING = 0
+    EVERYTHING = 1
+    WEIGHTS = 2
+    MOMENTS = 3
+
+
 def _bits(value: float) -> int:
     return int(np.float32(value).view(np.int32))
 

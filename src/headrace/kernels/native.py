@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from headrace.kernels.arrays import Arrays
     from headrace.kernels.coefficients import Coefficients
-    from headrace.kernels.headroom import Limits, Operation
+    from headrace.kernels.headroom import Limits, Operation, Store
 
 Pool = _native.Pool
 
@@ -75,10 +75,10 @@ class NativeBackend:
         c: Coefficients,
         limits: Limits,
         *,
-        store: bool,
+        store: Store,
         pool: Any,
     ) -> bool:
-        """Evaluate, and store when asked; whether any result is beyond the limits."""
+        """Evaluate, and store what is asked; whether any result is beyond the limits."""
         # One after the other: isa, operation, store, the master's planes, the rest.
         rest = (
             arrays.exp_avg, arrays.exp_avg_sq, arrays.grad, c.packed,
@@ -86,10 +86,10 @@ class NativeBackend:
         )  # fmt: skip
         isa, number = self.instruction_set, int(operation)
         if arrays.weight is not None:
-            return _native.apply_float32(isa, number, store, arrays.weight, *rest)
+            return _native.apply_float32(isa, number, int(store), arrays.weight, *rest)
         assert arrays.hi is not None
         assert arrays.lo is not None
-        return _native.apply_split(isa, number, store, arrays.hi, arrays.lo, *rest)
+        return _native.apply_split(isa, number, int(store), arrays.hi, arrays.lo, *rest)
 
     def largest(self, grad: NDArray[Any], pool: Any) -> float:
         """The largest magnitude; NaN if there is one, else infinity if there is one."""

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headrace.kernels.calls import HostKernels
-from headrace.kernels.headroom import Operation
+from headrace.kernels.headroom import Operation, Store
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -156,10 +156,10 @@ class ReferenceBackend:
         c: Coefficients,
         limits: Limits,
         *,
-        store: bool,
+        store: Store,
         pool: object,
     ) -> bool:
-        """Evaluate, and store when asked. Returns whether a result is beyond the limits."""
+        """Evaluate, and store what is asked. Returns whether a result is beyond the limits."""
         del pool
         beyond = False
         for begin in range(0, len(arrays.grad), _CHUNK):
@@ -178,12 +178,14 @@ class ReferenceBackend:
                     widen(arrays.grad[chunk]),
                     c,
                 )
-            beyond |= _is_beyond(weight, limits.weight)
+            if store != Store.MOMENTS:
+                beyond |= _is_beyond(weight, limits.weight)
             beyond |= _is_beyond(exp_avg, limits.exp_avg)
             beyond |= _is_beyond(exp_avg_sq, limits.exp_avg_sq)
-            if store:
+            if store in (Store.EVERYTHING, Store.MOMENTS):
                 arrays.exp_avg[chunk] = exp_avg
                 arrays.exp_avg_sq[chunk] = exp_avg_sq
+            if store in (Store.EVERYTHING, Store.WEIGHTS):
                 if arrays.weight is not None:
                     arrays.weight[chunk] = weight
                 else:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import planes
 from headrace.kernels import reference
-from headrace.kernels.headroom import Headroom
+from headrace.kernels.headroom import Headroom, Store
 
 NUM = 70_001  # more than a block, and no multiple of any vector or tile
 OPERATIONS = {
@@ -31,6 +31,33 @@ def test_native_equals_reference(native_kernels, operation, split, bfloat16):
     assert found.call(native_kernels, operation, grad, **OPERATIONS[operation])
     assert not expected.same_bits(state)
     assert found.same_bits(expected)
+
+
+@pytest.mark.parametrize("split", [True, False], ids=["split", "float32"])
+@pytest.mark.parametrize("bfloat16", [True, False], ids=["bf16 grad", "fp32 grad"])
+def test_weights_and_then_moments_are_the_whole_update(kernels, split, bfloat16):
+    num = 5 * 128 + 3 if kernels.backend.name == "reference" else NUM
+    state = planes.make_planes(num, split=split)
+    grad = planes.make_grad(num, bfloat16=bfloat16)
+    settings = {"step": 7, "grad_scale": 0.37}
+    whole, parts = state.copy(), state.copy()
+    assert whole.call(kernels, "adamw", grad, **settings)
+    assert parts.call(kernels, "adamw", grad, **settings, store=Store.WEIGHTS)
+    assert np.array_equal(parts.exp_avg.view(np.int32), state.exp_avg.view(np.int32))
+    assert np.array_equal(parts.exp_avg_sq.view(np.int32), state.exp_avg_sq.view(np.int32))
+    assert not parts.same_bits(state)
+    assert parts.call(kernels, "adamw", grad, **settings, store=Store.MOMENTS)
+    assert parts.same_bits(whole)
+
+
+def test_a_refused_update_stores_no_weight(kernels):
+    """Every result is looked at before the first part is stored."""
+    state = planes.make_planes(300, split=True, special=False)
+    grad = planes.make_grad(300, bfloat16=False, special=False)
+    grad[170] = np.float32(3e38)
+    before = state.copy()
+    assert not state.call(kernels, "adamw", grad, step=1, store=Store.WEIGHTS)
+    assert state.same_bits(before)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 8])
