@@ -43,9 +43,9 @@ class EngineConfig:
         update_threads: host threads of the optimizer; None takes the cores of this process.
         clipping: ``"deferred"`` updates once the gradient's norm is known, ``"optimistic"`` as
             gradients land and corrects, ``"auto"`` chooses by measuring (deferred on the CPU).
-        update_order: ``"weights_first"`` updates every weight on the host before any moment, so that
-            the next forward waits less and the host reads more in all; ``"together"`` does not;
-            bitwise the same. ``"auto"`` lets the trainer choose (together on the CPU).
+        update_order: ``"weights_first"`` updates every weight on the host before any moment, so
+            that the next forward waits less and the host reads more in all; ``"together"`` does
+            not; bitwise the same. ``"auto"`` lets the trainer choose (together on the CPU).
         loss_chunk_tokens: tokens whose logits exist at a time.
         gradient_dtype: what returns to the host; None is bfloat16 for bfloat16 models, else
             float32.

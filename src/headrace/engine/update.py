@@ -6,8 +6,8 @@ the correction's error; a unit is not sent again before its update is done; a st
 is not finite leaves the state as it was.
 
 With ``weights_first`` every weight is updated before any moment is: the next forward waits for 18
-bytes a parameter instead of 26, and the moments follow while it runs. A unit's returned gradient stays
-until both have read it.
+bytes a parameter instead of 26, and the moments follow while it runs. A unit's returned gradient
+stays until both have read it.
 
 The gradient returns in ``gradient_dtype`` and stays on the host until the norm is known. The norm
 is taken of the returned values (:mod:`headrace.engine.norms`). Of several ranks each returns and
