@@ -158,7 +158,7 @@ def fitting_choices(
                     nearest = budget
                 continue
             complete = replace(candidate, recompute_layers=count)
-            time = predict_step(spec, complete, cut, rates, num_ranks=num_ranks)
+            complete, time = _ordered(spec, complete, cut, rates, num_ranks=num_ranks)
             fitting.append(Choice(config=complete, workload=cut, budget=budget, time=time))
             if not count:
                 break  # nothing is recomputed: offloading more gains nothing
@@ -171,6 +171,23 @@ def fitting_choices(
         remedy="lower per_device_train_batch_size or max_length, or set "
         "engine.micro_batches_per_wave",
     )
+
+
+def _ordered(
+    spec: ModelSpec, config: EngineConfig, workload: Workload, rates: Rates, *, num_ranks: int
+) -> tuple[EngineConfig, StepTime]:
+    """The settings with the better order of host updates; together unless that is slower."""
+    if config.update_order != "auto":
+        return config, predict_step(spec, config, workload, rates, num_ranks=num_ranks)
+    together = replace(config, update_order="together")
+    time = predict_step(spec, together, workload, rates, num_ranks=num_ranks)
+    # Offloaded activations and updates share the host's memory, which no term here counts.
+    if time.exposed["update"] > 0 and not config.offload_layers:
+        first = replace(config, update_order="weights_first")
+        sooner = predict_step(spec, first, workload, rates, num_ranks=num_ranks)
+        if sooner.seconds * SAME_SPEED < time.seconds:
+            return first, sooner
+    return together, time
 
 
 def best(choices: Sequence[Choice]) -> Choice:

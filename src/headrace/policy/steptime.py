@@ -2,7 +2,8 @@
 
 Forward walks over the units; a unit may start when its weights are there, and a streamed unit's
 weights are sent only after the host has updated it (``deferred`` clipping, the slower case). What
-compute then waits for is exposed. Backward needs each streamed unit once more and returns its
+compute then waits for is exposed. Moments that are updated after all weights must be done when
+their unit's gradient returns. Backward needs each streamed unit once more and returns its
 gradient. Of several ranks each sends, returns and updates its share, and what they exchange adds to
 what is sent. Pure.
 """
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
 ATTENTION_RATE = 0.6
 """Model FLOPs a second of attention over those of matrices: 374 - 447 against 661 TFLOP/s, forward
 and backward of 1 to 8 causal rows of 4096 (one H200, cuDNN)."""
+
+
+PART_OF_UPDATE = 18 / 26
+"""Bytes that an update of the weights alone moves, or of the moments alone, over both together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,11 +106,14 @@ def predict_step(
     recomputed = config.activation_plan(spec.num_layers).count("recompute")
     waves = workload.num_waves(config)
 
+    weights_first = config.update_order == "weights_first"
+    part = PART_OF_UPDATE if weights_first else 1.0
+
     # The first wave meets the updates.
     clock = updated = sent = waited_update = waited_h2d = 0.0
     for index, layout in enumerate(layouts):
         if index >= num_resident:
-            updated += share * layout.num_trainable / rates.update_parameters
+            updated += part * share * layout.num_trainable / rates.update_parameters
             waited_update += max(0.0, updated - clock)
             clock = max(clock, updated)
             sent = max(sent, updated) + 2 * layout.size * share / rates.h2d_bytes
@@ -114,6 +122,16 @@ def predict_step(
         if 0 < index < len(layouts) - 1:
             clock += layer_forward / waves
     backward = (2 * spec.num_layers + recomputed) * layer_forward
+    if weights_first:
+        last_wave = clock + layer_forward * (spec.num_layers * (waves - 1) / waves)
+        last_wave += (head + backward) * (waves - 1) / waves + head / waves
+        waited_update += _wait_for_moments(
+            [share * part * layout.num_trainable / rates.update_parameters for layout in layouts],
+            num_resident=num_resident,
+            begun=updated,
+            returning=last_wave,
+            between=backward / waves / spec.num_layers,
+        )
     streamed = layouts[max(1, num_resident) : -1]
     moved = sum(layout.size for layout in streamed)
     passes = 2 * waves - 1 if len(streamed) > config.weight_slots else 0
@@ -144,3 +162,22 @@ def predict_step(
     if num_ranks > 1:
         exposed["exchange"] = waited_exchange
     return StepTime(seconds=compute + sum(exposed.values()), compute=compute, exposed=exposed)
+
+
+def _wait_for_moments(
+    seconds: list[float], *, num_resident: int, begun: float, returning: float, between: float
+) -> float:
+    """Seconds that returning gradients wait for moments, which are updated in their order.
+
+    Args:
+        seconds: that each unit's moments take.
+        num_resident: units, from the first on, whose moments the device updates.
+        begun: when the first moments are begun.
+        returning: when the first gradient, the last unit's, may return.
+        between: two returns.
+    """
+    waited, done = 0.0, begun
+    for number, unit in enumerate(reversed(seconds[num_resident:])):
+        done += unit
+        waited = max(waited, done - (returning + number * between))
+    return waited

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 CHOSEN = (
     "device_units",
+    "update_order",
     "rows_per_micro_batch",
     "micro_batches_per_wave",
     "recompute_layers",
@@ -54,7 +55,7 @@ class TuneRecord:
     """
 
     fingerprint: dict[str, Any]
-    engine: dict[str, int | None]
+    engine: dict[str, int | str | None]
     rates: Rates
     figures: dict[str, float]
     candidates: list[dict[str, Any]]
