@@ -160,7 +160,7 @@ def test_on_cuda_the_choice_replaces_the_search(config_file, monkeypatch):
         fingerprint=tune_file.fingerprint(config, spec, device),
         engine={
             "device_units": 2, "rows_per_micro_batch": None, "micro_batches_per_wave": 1,
-            "recompute_layers": 1, "offload_layers": 0,
+            "update_order": "weights_first", "recompute_layers": 1, "offload_layers": 0,
         },
         rates=RATES,
         figures={},

@@ -14,7 +14,7 @@ from headrace.units import MIB
 
 MAX_UPDATE_THREADS = 1024  # of a pool of the native kernels
 Activations: TypeAlias = Literal["keep", "offload", "recompute"]
-UpdateOrder = Literal["auto", "together", "weights_first"]
+UpdateOrder: TypeAlias = Literal["together", "weights_first"]
 SMALLEST_EPS = 2.0**-126  # the smallest normal float32; the kernels take none below
 
 
@@ -45,7 +45,7 @@ class EngineConfig:
             gradients land and corrects, ``"auto"`` chooses by measuring (deferred on the CPU).
         update_order: ``"weights_first"`` updates every weight on the host before any moment, so
             that the next forward waits less and the host reads more in all; ``"together"`` does
-            not; bitwise the same. ``"auto"`` lets the trainer choose (together on the CPU).
+            not; bitwise the same. None lets the trainer choose (together on the CPU).
         loss_chunk_tokens: tokens whose logits exist at a time.
         gradient_dtype: what returns to the host; None is bfloat16 for bfloat16 models, else
             float32.
@@ -70,7 +70,7 @@ class EngineConfig:
     chunk_bytes: int = 64 * MIB
     update_threads: int | None = None
     clipping: ClippingMode = "auto"
-    update_order: UpdateOrder = "auto"
+    update_order: UpdateOrder | None = None
     loss_chunk_tokens: int = 1024
     gradient_dtype: Literal["bfloat16", "float32"] | None = None
     compile: bool | None = None
@@ -114,9 +114,9 @@ class EngineConfig:
             )
         if self.clipping not in ("auto", "deferred", "optimistic"):
             raise ConfigError(f"engine.clipping is {self.clipping!r}: auto, deferred or optimistic")
-        if self.update_order not in ("auto", "together", "weights_first"):
+        if self.update_order not in (None, "together", "weights_first"):
             raise ConfigError(
-                f"engine.update_order is {self.update_order!r}: auto, together or weights_first"
+                f"engine.update_order is {self.update_order!r}: together or weights_first"
             )
         if self.activations not in ("keep", "offload", "recompute"):
             raise ConfigError(

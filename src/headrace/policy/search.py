@@ -177,7 +177,7 @@ def _ordered(
     spec: ModelSpec, config: EngineConfig, workload: Workload, rates: Rates, *, num_ranks: int
 ) -> tuple[EngineConfig, StepTime]:
     """The settings with the better order of host updates; together unless that is slower."""
-    if config.update_order != "auto":
+    if config.update_order is not None:
         return config, predict_step(spec, config, workload, rates, num_ranks=num_ranks)
     together = replace(config, update_order="together")
     time = predict_step(spec, together, workload, rates, num_ranks=num_ranks)

@@ -136,9 +136,10 @@ def read(path: Path) -> TuneRecord:
         if found["format_version"] != _FORMAT:
             raise ConfigError(f"its format_version is {found['format_version']}, not {_FORMAT}")
         engine = {name: found["engine"][name] for name in CHOSEN}
-        if any(not (value is None or type(value) is int) for value in engine.values()):
+        counts = [value for name, value in engine.items() if name != "update_order"]
+        if any(not (value is None or type(value) is int) for value in counts):
             raise ConfigError("a key of engine is no whole number")
-        EngineConfig(**engine)
+        EngineConfig(**engine)  # refuses another order
         rates = Rates(**{name: float(value) for name, value in found["rates"].items()})
         if not all(0 < value < float("inf") for value in asdict(rates).values()):
             raise ConfigError("a rate is not above 0")
