@@ -6,6 +6,7 @@ import pytest
 from transformers import AutoConfig
 
 from families import FAMILIES, family_config
+from headrace.models.shrink import shrink
 from headrace.selftest import run_selftest
 from headrace.selftest.checks import MAX_GRADIENT_ERROR, MAX_PACKING_LEAK
 
@@ -68,6 +69,47 @@ def test_class_that_no_family_stands_for(model_type):
     assert verdict.gradient_error <= MAX_GRADIENT_ERROR
 
 
+# Sizes whose relations the tiny twin must keep, or the verdict is of another model.
+RELATIONS = {
+    "embeddings narrower than layers": ("opt", NO_DROPOUT | {"word_embed_proj_dim": 512,
+        "hidden_size": 1024, "num_attention_heads": 16, "do_layer_norm_before": False}),
+    "four tenths of a head turn": ("phi", NO_DROPOUT | {"partial_rotary_factor": 0.4,
+        "hidden_size": 2560, "num_attention_heads": 32, "qk_layernorm": True}),
+    "grouped heads make up the hidden size": ("helium", {"num_attention_heads": 20,
+        "num_key_value_heads": 4, "head_dim": 128}),
+    "three value heads a key head": ("qwen3_next", {"linear_num_key_heads": 8,
+        "linear_num_value_heads": 24, "layer_types": ["linear_attention"] * 48}),
+    "boundaries that layers do not hand on": ("stablelm", NO_DROPOUT),
+    "the same, and squared activations": ("nemotron", NO_DROPOUT | {"num_key_value_heads": 8}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", RELATIONS)
+def test_configuration_whose_sizes_depend_on_each_other(case):
+    model_type, values = RELATIONS[case]
+    known = AutoConfig.for_model(model_type).to_dict()
+    values = {k: v for k, v in values.items() if k in known}
+    verdict = run_selftest(AutoConfig.for_model(model_type, **values), use_cache=False)
+    assert verdict.verdict == "ok", verdict.reason
+    assert verdict.gradient_error <= MAX_GRADIENT_ERROR
+
+
+def test_tiny_twin_loses_a_relation_between_sizes():
+    def tiny(case):
+        model_type, values = RELATIONS[case]
+        return shrink(AutoConfig.for_model(model_type, **values), 2)
+
+    narrow = tiny("embeddings narrower than layers")
+    assert narrow.word_embed_proj_dim < narrow.hidden_size
+    whole = tiny("grouped heads make up the hidden size")
+    assert whole.num_attention_heads * whole.head_dim == whole.hidden_size
+    assert whole.num_key_value_heads < whole.num_attention_heads
+    three = tiny("three value heads a key head")
+    assert three.linear_num_value_heads == 3 * three.linear_num_key_heads
+    plain = shrink(AutoConfig.for_model("llama", num_attention_heads=8, num_key_value_heads=8), 2)
+    assert plain.num_attention_heads == plain.num_key_value_heads
+
+
 REFUSED = {
     "gemma3n_text": ({}, "passes state between layers: argument 'per_layer_input'"),
     "gemma4_text": ({}, "passes state between layers: argument 'per_layer_input'"),
@@ -77,7 +119,6 @@ REFUSED = {
     "llama4_text": ({}, "neither causal nor a sliding window"),
     "deepseek_v32": ({}, "reads its attention mask outside the attention function"),
     "falcon": ({}, "does not take its attention from transformers' attention interface"),
-    "stablelm": ({}, "packed documents see each other"),
     "mamba2": ({}, "packed documents see each other"),
     "gpt2": ({}, "resid_pdrop is 0.1"),
     "bert": (NO_DROPOUT, "neither causal nor a sliding window"),

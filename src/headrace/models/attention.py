@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 IMPLEMENTATION = "headrace"
+DOCUMENTS = "headrace_documents"  # beside a layer's arguments, and bound to attention modules
+_DISPATCH = "ALL_ATTENTION_FUNCTIONS"  # what transformers' layers look attention up in
+_NO_CODE = compile("", "", "exec")
 _VARLEN_DTYPES = (torch.bfloat16, torch.float16)  # its kernel knows no others
 EXAMINING = "headrace-examining"  # the same function, with mask functions answered by patterns
 
@@ -55,6 +58,18 @@ def packing_arguments(cu_seqlens: torch.Tensor | None, max_length: int) -> dict[
         "max_length_q": max_length,
         "max_length_k": max_length,
     }
+
+
+def document_names(layer: torch.nn.Module) -> tuple[str, ...]:
+    """What to bind to document boundaries so that every attention in ``layer`` has them.
+
+    Some classes do not hand on what their layers are called with (StableLM, Nemotron).
+    """
+    return tuple(
+        f"{path}.{DOCUMENTS}".lstrip(".")
+        for path, module in layer.named_modules()
+        if _DISPATCH in getattr(inspect.unwrap(type(module).forward), "__code__", _NO_CODE).co_names
+    )
 
 
 def padded_boundaries(cu_seqlens: torch.Tensor | None, num_tokens: int) -> torch.Tensor | None:
@@ -112,6 +127,9 @@ def attention(
         ModelRefusedError: a mask, dropout, bias or non-causal call was asked for.
     """
     _refuse_unsupported(module, attention_mask, sliding_window, dropout=dropout, kwargs=kwargs)
+    if cu_seq_lens_q is None:
+        # Bound for a call, never set otherwise.
+        cu_seq_lens_q, max_length_q = getattr(module, DOCUMENTS, None), query_BHTE.shape[2]
     window = sliding_window if sliding_window and sliding_window < query_BHTE.shape[2] else None
     plain = softcap is None and s_aux is None
     if plain and cu_seq_lens_q is None and window is None:

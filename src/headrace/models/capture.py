@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from headrace.models.anatomy import accepted, bind
-from headrace.models.attention import packing_arguments, padded_boundaries
+from headrace.models.attention import DOCUMENTS, packing_arguments, padded_boundaries
 from headrace.models.buffers import initial_buffers
 from headrace.models.summing import bindings, handles_for, sum_in_place
 
@@ -99,7 +99,8 @@ class CallCapture:
             sums: where backward adds the gradients of parameters named in :attr:`summed`.
 
         Returns:
-            ``hidden_BTD`` and one dictionary a layer.
+            ``hidden_BTD`` and one dictionary a layer, of which :data:`DOCUMENTS` is no argument
+            but what :class:`headrace.models.templates.Templates` binds.
         """
         self._record.clear()
         boundaries = padded_boundaries(cu_seqlens, input_ids_BT.numel())
@@ -116,6 +117,8 @@ class CallCapture:
             )
         hidden_BTD = self._record[0][0]
         calls = [named for _, named in self._record]
+        if boundaries is not None:
+            calls = [{**named, DOCUMENTS: boundaries} for named in calls]
         self._record.clear()
         return hidden_BTD, calls
 

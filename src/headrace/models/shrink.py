@@ -24,7 +24,6 @@ MAX_LAYERS = 48
 # model class asserts (heads times head size, groups that divide experts) is kept by the numbers.
 _SIZES: tuple[tuple[str, int], ...] = (
     ("hidden_size|n_embd|d_model|dim_model|emb_dim|attention_hidden_size|lru_width", HIDDEN),
-    ("word_embed_proj_dim|embedding_size|input_embedding_size|output_embedding_size", HIDDEN),
     ("moe_intermediate_size|expert_ffn_hidden_size|block_ffn_dim", 24),
     (r"(moe_)?shared_(expert_)?(expert|experts)?_?intermediate_size|shared_intermediate_size", 24),
     (r"\w*intermediate_size(_mlp)?|ffn_dim|dff|dim_ff|ffn_hidden_size|n_inner|d_inner", 40),
@@ -55,6 +54,9 @@ _SIZES: tuple[tuple[str, int], ...] = (
     ("index_topk|index_block_size", 4),
     ("num_experts|num_local_experts|n_routed_experts|moe_num_experts", NUM_EXPERTS),
 )
+# These stay equal to the hidden size, or unlike it: a model then projects between the two.
+_EMBEDDING = "word_embed_proj_dim|embedding_size|input_embedding_size|output_embedding_size"
+_HIDDEN = _SIZES[0][0]
 _HEADS = "num_attention_heads|n_head|n_heads|num_heads|attention_heads|decoder_attention_heads"
 _KEY_VALUE_HEADS = "num_key_value_heads|num_kv_heads|n_head_kv|num_query_groups"
 _TOP_K = "num_experts_per_tok|num_experts_per_token|moe_topk|moe_k|top_k_experts"
@@ -74,9 +76,11 @@ def shrink(config: Any, num_layers: int) -> Any:
     values.pop("model_type", None)
     values.pop("quantization_config", None)
     values["dtype"] = "float32"
-    for key, value in list(values.items()):
-        values[key] = _shrunk(key, value, values, depth, num_layers)
-    _keep_latent_sizes(values, config.to_dict())
+    original = copy.deepcopy(values)  # relations are those of the model, not of a half-shrunk one
+    for key, value in original.items():
+        values[key] = _shrunk(key, value, original, depth, num_layers)
+    _keep_head_size(values, original)
+    _keep_latent_sizes(values, original)
     _shrink_rotary(values, config)
     for key in _depth_keys(config):
         values[key] = num_layers
@@ -136,12 +140,25 @@ def _shrunk(key: str, value: Any, values: dict[str, Any], depth: int, num_layers
         return 2 if "value" not in key else max(2, round(2 * ratio))
     if re.fullmatch(_TOP_K, key):
         return min(value, 2)
+    if re.fullmatch(_EMBEDDING, key):
+        hidden = [v for k, v in values.items() if re.fullmatch(_HIDDEN, k)]
+        return HIDDEN if value in hidden else 24
     if key in {"n_group", "num_expert_group", "topk_group"}:
         return min(value, 2 if key != "topk_group" else max(1, min(value, 2) - 1))
     for pattern, size in _SIZES:
         if re.fullmatch(pattern, key):
             return size if value > 0 else value
     return value
+
+
+def _keep_head_size(values: dict[str, Any], original: dict[str, Any]) -> None:
+    """Heads that make up the hidden size still do: some classes take it for granted."""
+    heads, head, hidden = (
+        next((k for k in original if re.fullmatch(pattern, k) and isinstance(original[k], int)), "")
+        for pattern in (_HEADS, "head_dim", _HIDDEN)
+    )
+    if heads and head and hidden and original[heads] * original[head] == original[hidden]:
+        values[head] = values[hidden] // values[heads]
 
 
 def _keep_latent_sizes(values: dict[str, Any], original: dict[str, Any]) -> None:
@@ -172,12 +189,14 @@ def _shrink_rotary(values: dict[str, Any], config: Any) -> None:
         values["original_max_position_embeddings"] = max(
             8, int(values["original_max_position_embeddings"] / scale)
         )
+    _keep_rotary_even(values, values)
     for key in ("rope_parameters", "rope_scaling"):
         rope = values.get(key)
         if not isinstance(rope, dict):
             continue
         nested = [part for part in rope.values() if isinstance(part, dict)] or [rope]
         for part in nested:
+            _keep_rotary_even(part, values)
             original = part.get("original_max_position_embeddings")
             if isinstance(original, (int, float)):
                 part["original_max_position_embeddings"] = max(8, int(original / scale))
@@ -190,11 +209,22 @@ def _shrink_rotary(values: dict[str, Any], config: Any) -> None:
                 part["mrope_section"] = _resized(section, size // 2)
 
 
-def _rotary_size(values: dict[str, Any], part: dict[str, Any]) -> int:
+def _keep_rotary_even(part: dict[str, Any], values: dict[str, Any]) -> None:
+    """Rotary tables turn pairs: the turned share of a tiny head is rounded to whole ones."""
+    for name in ("partial_rotary_factor", "rotary_pct", "rope_pct"):
+        if isinstance(part.get(name), float):
+            head = _head_size(values)
+            part[name] = min(1.0, 2 * max(1, round(head * part[name] / 2)) / head)
+
+
+def _head_size(values: dict[str, Any]) -> int:
     heads = next((values[k] for k in _HEADS.split("|") if isinstance(values.get(k), int)), 1)
-    head = values.get("qk_rope_head_dim") or values.get("head_dim") or HIDDEN // heads
+    return int(values.get("qk_rope_head_dim") or values.get("head_dim") or HIDDEN // heads)
+
+
+def _rotary_size(values: dict[str, Any], part: dict[str, Any]) -> int:
     share = part.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0
-    return int(head * share)
+    return int(_head_size(values) * share)
 
 
 def _resampled(factors: list[float], length: int) -> list[float]:

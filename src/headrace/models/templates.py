@@ -19,6 +19,7 @@ from torch.utils.checkpoint import (
 
 from headrace.models import families
 from headrace.models.anatomy import first_tensor
+from headrace.models.attention import DOCUMENTS, document_names
 from headrace.models.buffers import initial_buffers
 from headrace.models.dropout import seed_names
 from headrace.models.routing import RouterOutput, watch_routers
@@ -83,6 +84,7 @@ class _Template(NamedTuple):
     calls: _Calls
     summed: tuple[str, ...]
     seeds: tuple[str, ...]
+    documents: tuple[str, ...]
 
 
 class Templates:
@@ -115,7 +117,9 @@ class Templates:
                 calls = _Calls(_layer_call, _layer_call)
                 if compiler is not None:
                     calls = _compiled(compiler, len(by_structure), routes=box is not None)
-                by_structure[key] = _Template(layer, box, calls, summed, seed_names(layer))
+                by_structure[key] = _Template(
+                    layer, box, calls, summed, seed_names(layer), document_names(layer)
+                )
                 self._handles.update(handles_for(summed, device))
             self._templates.append(by_structure[key])
             self._buffers.append(initial_buffers(layer, rule, device or torch.device("cpu")))
@@ -161,6 +165,9 @@ class Templates:
             bound.update(bindings(sums, self._handles))
         if seeds_B is not None:
             bound.update(dict.fromkeys(template.seeds, seeds_B))
+        if DOCUMENTS in arguments:
+            bound.update((name, arguments[DOCUMENTS]) for name in template.documents)
+            arguments = {k: v for k, v in arguments.items() if k != DOCUMENTS}
         call = template.calls.kept if keep else template.calls.plain
         (hidden,), *routers = call(template.module, template.box, bound, hidden_BTD, arguments)
         return LayerOutput(
@@ -210,7 +217,7 @@ _SAVED_OPERATORS = (
     "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "torch_attn::_varlen_attn",
-    "flex_attention",
+    "headrace::flex_attention_v1",
     "aten::topk",
     "aten::sort",
 )

@@ -11,7 +11,6 @@ Shape legend: B rows, T positions, H heads, K key size, V value size.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import importlib.util
 import logging
@@ -21,8 +20,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional as F  # noqa: N812 - its name everywhere
 
+from headrace.models.recording import recording
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 PACKAGE = "flash-linear-attention"
 HOPPER = (9, 0)
@@ -170,18 +171,6 @@ def _call(  # noqa: PLR0917 - as the rule has them
     return out.reshape(value.shape).contiguous()
 
 
-@contextlib.contextmanager
-def _recording() -> Iterator[None]:
-    """Gradients inside an operator, below which autograd is shut out; there is no public way."""
-    keys = torch._C.DispatchKey  # noqa: SLF001 - as said
-    with (
-        torch._C._SetExcludeDispatchKeyGuard(keys.AutogradFunctionality, False),  # noqa: SLF001
-        torch._C._SetExcludeDispatchKeyGuard(keys.ADInplaceOrView, False),  # noqa: SLF001
-        torch.enable_grad(),
-    ):
-        yield
-
-
 def _kernel() -> Callable[..., Any]:
     from fla.ops.gated_delta_rule import (  # noqa: PLC0415 - optional, slow
         chunk_gated_delta_rule,
@@ -216,10 +205,11 @@ def _backward(  # noqa: PLR0917 - an operator takes no keywords
     cu_seqlens: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     leaves = [t.detach().clone().requires_grad_() for t in (query, key, value, g, beta)]
-    with _recording():
+    with recording():
         q, k, v, decay, strength = leaves
         out = _call(q, k, v, decay, strength, cu_seqlens)
-    dq, dk, dv, dg, dbeta = (t.contiguous() for t in torch.autograd.grad(out, leaves, grad))
+        found = torch.autograd.grad(out, leaves, grad)
+    dq, dk, dv, dg, dbeta = (gradient.contiguous() for gradient in found)
     return dq, dk, dv, dg, dbeta
 
 
