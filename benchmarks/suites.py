@@ -143,6 +143,8 @@ def smoke(kind: str, name: str, **arguments: Any) -> Case:
 
 MODELS = [
     Case(name="moe-30b-a3b-layers", kind="experts", seconds=90),
+    Case(name="families-flex", kind="families", arguments={"names": ["Gemma 2", "gpt-oss"]},
+         seconds=60),
     Case(name="families-gpu", kind="families", seconds=200, limit=400),
     Case(name="hybrid-kernel", kind="hybrid", seconds=90),
     headrace("30b-a3b", 32 * K, name="moe-30b-a3b-step", num_layers=8,

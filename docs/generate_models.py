@@ -108,7 +108,7 @@ headrace's own attention function. Convolutions and states of gated DeltaNet lay
 every document. They run on torch operators, or on flash-linear-attention's kernel where that is
 installed, has no known fault with this card and Triton, and agrees with the torch operators on
 this card, results and gradients; which of them it is, is logged once. Models whose layers do not
-hand document boundaries on to their mixers (StableLM, Mamba) are refused.
+hand document boundaries on to their mixers (Mamba) are refused; attention gets them either way.
 """
 
 _REFUSED = {
@@ -122,7 +122,6 @@ _REFUSED = {
     "falcon": {},
     "llama4_text": {},
     "mamba2": {},
-    "stablelm": {},
     "zaya": {},
 }
 
