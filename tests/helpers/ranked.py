@@ -11,7 +11,7 @@ from headrace.store.checkpoint import load_checkpoint
 from headrace.store.loading import initialise
 from headrace.store.ranges import Share
 from headrace.store.state import ModelState
-from tiny import make_batches
+from tiny import VOCAB, make_batches
 
 
 def trained(
@@ -25,6 +25,7 @@ def trained(
     learning_rate=1e-3,
     device_units=0,
     cuts=(),
+    vocab=VOCAB,
     **settings,
 ):
     """Train a fresh tiny model; what the steps and an evaluation said, and this rank's planes."""
@@ -43,11 +44,13 @@ def trained(
     )
     with engine:
         for step in range(steps):
-            batches = make_batches(num_batches, seed=step, cuts=cuts)[ranks.rank :: ranks.size]
+            batches = make_batches(num_batches, seed=step, cuts=cuts, vocab=vocab)
+            mine = batches[ranks.rank :: ranks.size]
             results.append(
-                engine.step(batches, learning_rate=learning_rate, max_grad_norm=max_grad_norm)
+                engine.step(mine, learning_rate=learning_rate, max_grad_norm=max_grad_norm)
             )
-        evaluated = engine.evaluate(make_batches(5, seed=99)[ranks.rank :: ranks.size])
+        batches = make_batches(5, seed=99, vocab=vocab)
+        evaluated = engine.evaluate(batches[ranks.rank :: ranks.size])
         engine.synchronize()
     said = [
         (r.loss, r.grad_norm, r.num_tokens, r.num_supervised_tokens, r.skipped) for r in results

@@ -7,6 +7,9 @@ import pytest
 import torch
 
 import ranked
+from families import family_config
+from headrace.models.shrink import shrink
+from headrace.models.spec import ModelSpec
 from headrace.parallel.ranks import Ranks
 from tiny import relative_error, tiny_config
 
@@ -74,3 +77,16 @@ def test_split_masters_train_as_one(crews):
         # A step of the remainder is a 65536th of one of the weight.
         values = [high.double() + low.double() * 2.0**-24 for high, low in zip(*kinds, strict=True)]
         assert torch.allclose(*values, atol=1e-3)
+
+
+def test_routers_in_float32_keep_their_low_halves(crews):
+    """A bfloat16 model's float32 router: halves that are updated on one rank reach the others."""
+    config = shrink(family_config("GLM-4.5"), 2)
+    spec = ModelSpec(config)
+    assert any(param.trainable for param in spec.units[2].float32_params)
+    settings = {"config": config, "dtype": "bfloat16", "vocab": config.vocab_size, "steps": 2,
+                "learning_rate": 1e-2, "gradient_dtype": "float32"}  # fmt: skip
+    _, evaluated, _ = ranked.trained(Ranks(), **settings)
+    many = crews(2).run(ranked.trained, **settings)
+    # 3e-9 apart; 2e-6 with low halves of before the steps.
+    assert many[0][1] == pytest.approx(evaluated, rel=1e-7)

@@ -79,6 +79,33 @@ class Exchange:
             label=self._state.layouts[unit].name,
         )
 
+    def join_low_halves(self, unit: int, flat: torch.Tensor) -> Ticket | None:
+        """Bring low halves of what is trained in float32 to where :meth:`Slot.expand` reads them.
+
+        They are updated where their upper halves are, and lie elsewhere in the unit, so that they
+        are no piece of it: ranks add what each has, as bytes, to the zeros of the others.
+
+        Returns:
+            None when the unit has none.
+        """
+        state = self._state.units[unit]
+        params = [param for param in state.layout.float32_params if param.trainable]
+        if not params or state.remainder is None:
+            return None
+        remainder = state.remainder
+        sizes = [param.numel for param in params]
+
+        def work() -> None:
+            lows = torch.zeros(sum(sizes), dtype=torch.int16, device=self._device)
+            for param, low in zip(params, torch.split(lows, sizes), strict=True):
+                own, given = state.shard.own(param.offset, param.numel)
+                low[given].copy_(remainder[own])
+            self._ranks.all_reduce(lows.view(torch.uint8))
+            for param, low in zip(params, torch.split(lows, sizes), strict=True):
+                flat[param.low_slice].copy_(low.view(torch.bfloat16))
+
+        return self._lane.submit(work, label=state.layout.name)
+
     def reduce(self, unit: int, slot: GradientSlot) -> Ticket:
         """Sum a unit's gradient over ranks; this rank's part of the sum lies in its place."""
         piece = self._state.shards[unit].trained

@@ -183,6 +183,8 @@ class Windows:
             if self._exchange is not None:
                 slot.ready = self._exchange.gather(unit, slot.flat, piece, sent)
             after = [slot.ready]  # a gathered piece reaches into the next one's place
+        if self._exchange is not None:
+            slot.ready = self._exchange.join_low_halves(unit, slot.flat) or slot.ready
 
     def _send(
         self, state: UnitState, slot: Slot, piece: Piece, at: int, *, first: bool

@@ -161,12 +161,14 @@ class UnitState:
         return self.master(param) if full else self.weights[param.slice].view(param.shape)
 
     def refresh_low_halves(self) -> None:
-        """Make what is sent of float32 parameters that of the last update; call before sending."""
-        if self.remainder is None:
+        """Make what is sent of float32 parameters that of the last update; call before sending.
+
+        Not of a shard, whose low halves lie with other ranks: they are exchanged.
+        """
+        if self.remainder is None or not self.shard.is_whole:
             return
         for param in self.layout.float32_params:
             if param.trainable:
-                assert self.shard.is_whole, "low halves of a shard are other ranks', too"
                 low = self.weights[param.low_slice].view(torch.int16)
                 low.copy_(self.remainder[param.slice])
 

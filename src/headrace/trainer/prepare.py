@@ -38,7 +38,7 @@ from headrace.trainer.resume import (
     read_progress,
 )
 from headrace.trainer.schedule import Schedule
-from headrace.trainer.together import load_alike, refuse_for_ranks, refuse_model_for_ranks
+from headrace.trainer.together import load_alike, refuse_for_ranks
 from headrace.trainer.utilisation import peaks
 from headrace.units import format_bytes
 
@@ -116,7 +116,6 @@ def prepare(config: TrainConfig, stack: ExitStack, say: Say, ranks: Ranks) -> Pr
     tokenizer = preflight.load_tokenizer(config)
     check_harness(config, tokenizer)
     spec = model_checks.take_apart(config, preflight.load_model_config(config, tokenizer))
-    refuse_model_for_ranks(config, spec, ranks)
     with ranks.main_first():  # it is remembered
         _prove(spec, say)
     model_checks.check_lengths(config, spec, tokenizer)

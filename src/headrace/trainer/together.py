@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace.errors import ConfigError, DamagedCheckpointError, ModelRefusedError
+from headrace.errors import ConfigError, DamagedCheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from headrace.models.spec import ModelSpec
     from headrace.parallel.ranks import Ranks
     from headrace.trainer.config import TrainConfig
 
@@ -37,24 +36,6 @@ def refuse_for_ranks(config: TrainConfig, ranks: Ranks) -> None:
             f"engine.trace (--trace) on {ranks.size} ranks would write one file from all of them",
             remedy="trace a run of one rank",
         )
-
-
-def refuse_model_for_ranks(config: TrainConfig, spec: ModelSpec, ranks: Ranks) -> None:
-    """Refuse a model whose units several ranks cannot share.
-
-    Raises:
-        ModelRefusedError: it trains parameters that are computed in float32 beside bf16 ones.
-    """
-    if ranks.size == 1 or config.dtype != "bfloat16":
-        return
-    for layout in spec.units:
-        for param in layout.float32_params:
-            if param.trainable:
-                raise ModelRefusedError(
-                    f"{param.name} is computed in float32, and on several ranks a bfloat16 run "
-                    "sends upper halves of what is trained alone",
-                    remedy="dtype: float32, one rank, or frozen_parameters with its name",
-                )
 
 
 def load_alike(ranks: Ranks, load: Callable[[], None], checkpoint: Path | None) -> None:

@@ -2,13 +2,11 @@
 
 import pytest
 
-from headrace.errors import ConfigError, ModelRefusedError
-from headrace.models.spec import ModelSpec
+from headrace.errors import ConfigError
 from headrace.parallel.launch import place_of
 from headrace.parallel.ranks import Ranks, bind_device
 from headrace.trainer.config import resolve
-from headrace.trainer.together import refuse_for_ranks, refuse_model_for_ranks
-from tiny import tiny_config
+from headrace.trainer.together import refuse_for_ranks
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
             "MASTER_ADDR": "a", "MASTER_PORT": "1"}  # fmt: skip
@@ -65,19 +63,6 @@ def test_keys_that_several_ranks_cannot_honour_are_refused(config, two, keys):
     refuse_for_ranks(config(**keys), Ranks())
     with pytest.raises(ConfigError, match="2 ranks"):
         refuse_for_ranks(config(**keys), two)
-
-
-def test_float32_parameters_beside_bfloat16_ones_are_refused(config, two):
-    """Their lower halves lie with other ranks."""
-    spec = ModelSpec(tiny_config())
-    refuse_model_for_ranks(config(), spec, two)
-    layout = spec.units[1]
-    param = layout.params[0]
-    object.__setattr__(param, "low_offset", layout.size)
-    refuse_model_for_ranks(config(dtype="float32"), spec, two)
-    refuse_model_for_ranks(config(), spec, Ranks())
-    with pytest.raises(ModelRefusedError, match=param.name):
-        refuse_model_for_ranks(config(), spec, two)
 
 
 def test_each_rank_takes_the_gpu_of_its_number(two, monkeypatch):
