@@ -32,12 +32,12 @@ from sharded import SHAPES, save_sharded
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-TINY_TRAIN = (
+GOES_ON = (
     "max_steps=2 max_length=64 model_config.num_hidden_layers=1 model_config.hidden_size=32 "
     "model_config.intermediate_size=32 model_config.head_dim=16 model_config.num_attention_heads=2 "
-    "model_config.num_key_value_heads=1 device=cpu progress=none overwrite_output_dir=true "
-    "resume_from_checkpoint=false"
+    "model_config.num_key_value_heads=1 device=cpu progress=none"
 )
+TINY_TRAIN = f"{GOES_ON} overwrite_output_dir=true resume_from_checkpoint=false"
 FEW_DRAWS = "--shifts 19 --no-tables"
 # What is added to a command, by pattern; the first that fits.
 SMALLER = {
@@ -45,6 +45,7 @@ SMALLER = {
         "sources.0.path=changelogs sampling.max_tokens=60000 tokenizer.vocab_size=384"
     ),
     "headrace train recipes/*.yaml*--dry-run": "",
+    "headrace train recipes/tiny-cpu.yaml resume_from_checkpoint=auto": GOES_ON,
     "headrace train recipes/tiny-cpu.yaml*": TINY_TRAIN,
     "headrace tune recipes/tiny-cpu.yaml*": TINY_TRAIN,
     "torchrun * headrace train recipes/tiny-cpu.yaml*": TINY_TRAIN,
@@ -235,12 +236,14 @@ def test_a_rule_fits_some_command(pattern):
     assert any(fnmatch(command, pattern) for _, command in COMMANDS), pattern
 
 
-def test_examples_of_python_run(world):
-    """The example of the training page, with its names."""
-    shutil.copytree("FOLDER", "models/Qwen3-0.6B")
-    (world / "corpora/news").mkdir()
-    (world / "corpora/news/2016").symlink_to(world / "out/corpus-local/2016")
-    text = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("page", ["training.md", "evaluation.md"])
+def test_examples_of_python_run(world, page):
+    """The example of a page, with its names."""
+    if not Path("models/Qwen3-0.6B").exists():
+        shutil.copytree("FOLDER", "models/Qwen3-0.6B")
+        (world / "corpora/news").mkdir()
+        (world / "corpora/news/2016").symlink_to(world / "out/corpus-local/2016")
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     (code,) = re.findall(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
     code = code.replace('"max_length": 2048', '"max_length": 64, "max_steps": 1, "device": "cpu"')
     file = world / "example.py"

@@ -221,6 +221,8 @@ def translate(raw: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     result: dict[str, Any] = {}
     origin: dict[str, str] = {}
     notes: list[str] = []
+    refusals: dict[str, str] = {}
+    empty: list[str] = []
     convert = _converters(raw)
     empty_is_absent = axolotl.is_axolotl(raw)
     dropped = {**DROPPED, **axolotl.DROPPED, **llama_factory.DROPPED}
@@ -243,7 +245,7 @@ def translate(raw: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     for key in sorted(raw, key=lambda name: name in RENAMED or name in convert):
         value = raw[key]
         if value is None and (key in RENAMED or empty_is_absent):
-            notes.append(f"{key} -> dropped (it is empty)")
+            empty.append(key)
         elif key in RENAMED:
             notes.append(f"{key} -> {RENAMED[key]}")
             put(RENAMED[key], value, key)
@@ -258,10 +260,10 @@ def translate(raw: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
                 put(name, new, key)
         elif key in refused:
             if not _is_off(value):
-                raise ConfigError(
-                    f"{key}: {value!r} is refused: {refused[key]}",
-                    remedy=remedies.get(key, "remove it"),
+                refusals[f"{key}: {value!r} is refused: {refused[key]}"] = remedies.get(
+                    key, "remove it"
                 )
+                continue
             notes.append(f"{key}: {value} -> dropped (it is off)")
         elif key in dropped:
             notes.append(f"{key}: {_short(value)} -> dropped ({dropped[key]})")
@@ -269,6 +271,12 @@ def translate(raw: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
             notes.append(f"{key} -> dropped (set {key.upper()} in the environment)")
         else:
             put(key, value, key)
+    if refusals:  # all of them: a file is corrected once
+        raise ConfigError("\n  ".join(refusals), remedy="; ".join(dict.fromkeys(refusals.values())))
+    if empty:
+        notes.append(
+            f"{', '.join(empty)} -> dropped ({'they are' if empty[1:] else 'it is'} empty)"
+        )
     _add_defaults(raw, result, notes)
     if "optim" in result:
         _check_optimizer(result, notes)

@@ -128,7 +128,8 @@ REFUSED = {
     "do_bench_eval": "lm_eval_tasks runs benchmarks",
     "do_causal_lm_eval": "evaluation reports loss and perplexity",
     "gptq": "full-precision training only",
-    "skip_prepare_dataset": "datasets are always tokenised",
+    "processor_type": "models are trained as language models, without images, sound and video",
+    "skip_prepare_dataset": "datasets are always tokenised before training",
 }
 REMEDY = {
     "batch_size": "set micro_batch_size and gradient_accumulation_steps",

@@ -344,3 +344,20 @@ def test_intervals_are_those_of_transformers(tmp_path, num_steps, value):
     ours = loop_settings(config, steps_per_epoch=5)
     for name in ("eval_steps", "save_steps", "logging_steps"):
         assert getattr(ours, name) == getattr(theirs, name), name
+
+
+def test_everything_that_is_refused_is_named_at_once(tmp_path):
+    """And what is empty takes one line."""
+    multimodal = {
+        "base_model": "m", "processor_type": "AutoProcessor", "skip_prepare_dataset": True,
+        "rl": "dpo", "deepspeed": "ds.json",
+    }  # fmt: skip
+    with pytest.raises(ConfigError) as caught:
+        resolve(BASE | multimodal)
+    for key in ("processor_type", "skip_prepare_dataset", "rl", "deepspeed"):
+        assert f"{key}: {multimodal[key]!r} is refused" in caught.value.message
+    _, notes = resolve(
+        {"base_model": "m", "datasets": [{"path": "a", "type": "alpaca"}], "output_dir": "o",
+         "sequence_len": 64, "micro_batch_size": 1, "debug": None, "fsdp": None}
+    )  # fmt: skip
+    assert "debug, fsdp -> dropped (empty)" in notes
