@@ -274,9 +274,7 @@ def translate(raw: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     if refusals:  # all of them: a file is corrected once
         raise ConfigError("\n  ".join(refusals), remedy="; ".join(dict.fromkeys(refusals.values())))
     if empty:
-        notes.append(
-            f"{', '.join(empty)} -> dropped ({'they are' if empty[1:] else 'it is'} empty)"
-        )
+        notes.append(f"{', '.join(empty)} -> dropped (empty)")
     _add_defaults(raw, result, notes)
     if "optim" in result:
         _check_optimizer(result, notes)
