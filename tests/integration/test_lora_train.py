@@ -151,6 +151,18 @@ def test_whole_modules_are_trained_and_saved_with_the_adapters(lora, base, tmp_p
     assert (logits(model) - tuned).abs().max() <= 1e-5 * tuned.abs().max()
 
 
+def test_adapters_say_whose_they_are_and_load_by_themselves(lora, base, tmp_path, monkeypatch):
+    monkeypatch.chdir(base.parent)
+    result = train(lora(model_name_or_path=base.name, dtype="float32"))
+    folder = export_checkpoint(result.checkpoint, tmp_path / "adapter").folder
+    monkeypatch.chdir(tmp_path.parent)  # where the base's relative path leads nowhere
+    saved = json.loads((folder / "adapter_config.json").read_text())
+    assert saved["base_model_name_or_path"] == str(base.resolve())
+    tuned = logits(with_peft(base, folder, torch.float32))
+    alone = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    assert torch.equal(logits(alone), tuned)
+
+
 def test_a_base_holds_two_bytes_a_parameter(lora, base, tmp_path):
     result = train(lora())
     record = json.loads((tmp_path / "run" / "run.json").read_text())

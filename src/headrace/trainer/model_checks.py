@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import ConfigError
@@ -30,6 +31,7 @@ def take_apart(config: TrainConfig, model_config: Any) -> ModelSpec:
     if settings is not None:
         spec = ModelSpec.from_config(model_config, lora=settings)
         check_listed(config, spec)
+        _name_base(config, spec)
     else:
         spec = _with_frozen(config, model_config)
     coefficient = config.router_aux_loss_coef
@@ -44,6 +46,18 @@ def take_apart(config: TrainConfig, model_config: Any) -> ModelSpec:
             remedy="remove it; metrics.jsonl shows the load of the experts in any case",
         )
     return spec
+
+
+def _name_base(config: TrainConfig, spec: ModelSpec) -> None:
+    """Write into the adapters' configuration whose they are, as PEFT does.
+
+    A folder by its whole path, so that the adapters find it from any other folder.
+    """
+    assert spec.adapters is not None
+    assert config.model_name_or_path is not None, "adapters have a model they belong to"
+    folder = Path(config.model_name_or_path).expanduser()
+    named = str(folder.resolve()) if folder.is_dir() else config.model_name_or_path
+    spec.adapters.peft_config.base_model_name_or_path = named
 
 
 def _with_frozen(config: TrainConfig, model_config: Any) -> ModelSpec:
