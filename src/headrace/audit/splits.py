@@ -102,6 +102,10 @@ class LabelTimes:
         """Rows."""
         return len(self.session)
 
+    def __repr__(self) -> str:
+        """Short enough for the printout of an estimator that holds a splitter."""
+        return f"<{len(self)} rows on {len(self.sessions)} dates>"
+
 
 def extremes(
     session: NDArray[np.integer],
@@ -128,8 +132,15 @@ class _Splitter:
     times: LabelTimes
 
     def _check(self, X: Any) -> None:
-        if X is not None and len(X) != len(self.times):
-            raise DataError(f"the splitter was built for {len(self.times)} rows, X has {len(X)}")
+        if X is None:
+            return
+        # As scikit-learn counts rows: a sparse matrix has a shape and no length.
+        given = X.shape[0] if getattr(X, "shape", ()) else len(X)
+        if given != len(self.times):
+            raise DataError(
+                f"the splitter was built for {len(self.times)} rows, X has {given}",
+                remedy="build it from the instants of the very rows of X, in their order",
+            )
 
     def _allowed(self, tested: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Rows whose interval meets no run of tested sessions; ``tested`` is a mask ``(T,)``."""
@@ -305,6 +316,10 @@ class PurgedKFold(CombinatorialPurged):
         """Split ``times`` in ``num_splits`` blocks, with ``embargo`` after each test block."""
         super().__init__(times, num_blocks=num_splits, num_test_blocks=1, embargo=embargo)
 
+    def __repr__(self) -> str:
+        """As it was called."""
+        return f"PurgedKFold({self.times!r}, num_splits={self.num_blocks}, embargo={self.embargo})"
+
 
 @dataclass(frozen=True)
 class EntityKFold(_Splitter):
@@ -333,6 +348,12 @@ class EntityKFold(_Splitter):
             )
         rows = np.zeros(len(self.times))
         yield from GroupKFold(self.num_splits).split(rows, groups=groups)
+
+    def get_metadata_routing(self) -> Any:
+        """That ``groups`` are asked for, where scikit-learn's metadata routing is enabled."""
+        from sklearn.model_selection import GroupKFold  # noqa: PLC0415  # as above
+
+        return GroupKFold(self.num_splits).get_metadata_routing()
 
     def get_n_splits(self, X: Any = None, y: Any = None, groups: Any = None) -> int:
         """``num_splits``."""

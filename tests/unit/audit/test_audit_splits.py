@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 
 import numpy as np
 import pytest
+import sklearn
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import sparse
 from skfolio.model_selection import CombinatorialPurgedCV
+from sklearn.base import clone
 from sklearn.linear_model import Ridge
-from sklearn.model_selection import GroupKFold, cross_val_score
+from sklearn.model_selection import GridSearchCV, GroupKFold, cross_val_score
 
 from headrace.audit.splits import (
     Chronological,
@@ -201,6 +205,34 @@ def test_scikit_learn_takes_them_as_they_are():
     X, y = rng.standard_normal((90, 3)), rng.standard_normal(90)
     scores = cross_val_score(Ridge(), X, y, cv=PurgedKFold(times(np.arange(90), 0, 1), 5))
     assert len(scores) == 5
+
+
+SEARCHES = {
+    "purged": lambda t: PurgedKFold(t, 5, 1),
+    "combinatorial": lambda t: CombinatorialPurged(t, 5, 2),
+    "walk-forward": lambda t: WalkForward(t, 4),
+    "chronological": lambda t: Chronological(t, np.datetime64("2020-02-15")),
+    "entities": lambda t: EntityKFold(t, 3),
+}
+
+
+@pytest.mark.parametrize("routed", [False, True], ids=["groups", "routed groups"])
+@pytest.mark.parametrize("kind", SEARCHES)
+def test_a_grid_search_takes_them_copies_them_and_prints_them(kind, routed):
+    day = np.repeat(np.arange(60), 5)
+    splitter = SEARCHES[kind](times(day, 1, 1))
+    rng = np.random.default_rng(0)
+    X, y = sparse.csr_matrix(rng.standard_normal((300, 3))), rng.standard_normal(300)
+    groups = {"groups": np.tile(np.arange(5), 60)} if kind == "entities" else {}
+    search = GridSearchCV(Ridge(), {"alpha": [1.0, 10.0]}, cv=splitter)
+    with sklearn.config_context(enable_metadata_routing=routed):
+        found = clone(search).fit(X, y, **groups)
+    assert found.n_splits_ == splitter.get_n_splits()
+    assert "<300 rows on 60 dates>" in repr(splitter)
+    again = pickle.loads(pickle.dumps(splitter))  # workers of a parallel search get it so
+    ids = groups.get("groups")
+    for one, two in zip(splitter.split(groups=ids), again.split(groups=ids), strict=True):
+        np.testing.assert_array_equal(one[0], two[0])
 
 
 @pytest.mark.parametrize(
