@@ -191,3 +191,31 @@ def test_a_slow_disk_of_the_main_rank_ends_no_wait(crews, configs, async_save):
     config["engine"] |= {"lane_timeout_seconds": 1.0}
     ended = crews(RANKS).run(ranked_train.run, config=config, seconds_a_save=2.5)
     assert [e["status"] for e in ended] == ["finished"] * RANKS
+
+
+def test_a_damaged_checkpoint_is_set_aside_once(crews, configs, tmp_path):
+    """All ranks read the damage, the main one renames, and all go on from the one before."""
+    keys = {"save_strategy": "steps", "save_steps": 2}
+    crews(RANKS).run(ranked_train.run, config=configs("run", RANKS, **keys) | {"max_steps": 4})
+    file = tmp_path / "run" / "checkpoint-4" / "optimizer.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+    config = configs("run", RANKS, resume_from_checkpoint="auto", **keys)
+    ended = crews(RANKS).run(ranked_train.run, config=config)
+    assert [e["step"] for e in ended] == [6] * RANKS
+    names = sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))
+    assert names == ["checkpoint-2", "checkpoint-4", "checkpoint-4.damaged", "checkpoint-6"]
+
+
+def test_callbacks_of_the_main_rank_decide_for_all(crews, configs, tmp_path):
+    """A watchdog that sees the main rank's rows ends every rank; streamed rows are shared out."""
+    stream = {"loss_watchdog_threshold": 0.1, "loss_watchdog_patience": 2}
+    config = configs("run", RANKS, **stream)
+    config["datasets"] = [dict(config["datasets"][0], streaming=True)]
+    ended = crews(RANKS).run(ranked_train.run, config=config)
+    assert [(e["status"], e["step"]) for e in ended] == [("stopped", 2)] * RANKS
+    alone = train(configs("alone", **stream) | {"datasets": config["datasets"]})
+    assert ended[0]["num_tokens"] == alone.num_tokens
+    rows, expected = map(read_rows_of, (ended[0]["output_dir"], alone.output_dir))
+    assert rows[0]["loss"] == pytest.approx(expected[0]["loss"], rel=2e-5)

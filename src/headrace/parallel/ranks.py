@@ -94,6 +94,9 @@ class Ranks:
     def _meet(self, place: Place) -> None:
         os.environ.setdefault("MASTER_ADDR", place.address)
         os.environ.setdefault("MASTER_PORT", str(place.port))
+        if place.local_size == place.size:
+            # gloo would look for the machine's name, which containers often cannot resolve.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         name = f"headrace/{next(_meetings)}"
         meeting = timedelta(seconds=TIMEOUT_SECONDS)
         try:
