@@ -149,6 +149,15 @@ def _host_items(
             if job.save_bytes is None
             else Item(kind="saves", num_bytes=size, formula=formula)
         )
+    if num_gpus > 1:
+        largest = max(model.num_embedding, model.largest_layer, model.num_head)
+        saves.append(
+            Item(
+                kind="unit being saved",
+                num_bytes=state_bytes(largest, job.moments),
+                formula=f"{4 + moment:g} x {largest:,}: gathered from all cards' shares",
+            )
+        )
     if offloaded:
         saves.append(
             Item(
