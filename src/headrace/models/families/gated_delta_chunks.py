@@ -1,16 +1,15 @@
-"""The gated delta rule over chunks: everything batched but what truly follows in order.
+"""The gated delta rule over chunks: everything batched but the state, which alone goes in order.
 
 Within a chunk of C tokens the corrections solve one unit triangular system (arXiv:2406.06484),
 which is inverted by merging blocks, log2(C) times for all chunks at once. From chunk to chunk the
 state obeys ``S' = (t - M) S + B`` with a scalar t, a matrix M of keys and a matrix B of keys and
-values. Such maps compose to one of the same kind, so chunks are joined in groups, groups in groups
-of groups, and only their number's logarithm is left to walk in order. Documents need nothing more:
-where one starts, t and M are exactly zero.
+values: one small product a chunk, inside one operator, so that a compiled layer does not grow with
+its rows. Documents need nothing more: where one starts, t and M are exactly zero.
 
 Products are taken in the dtype of what came in, states are summed in float32.
 
 Shape legend: B rows, H heads, G chunks of a row, C tokens of a chunk, K key size, V value size,
-R groups of a row, P chunks of a group.
+N = B * H.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F  # noqa: N812 - its name everywhere
 
-GROUP = 8  # chunks of a group: walked in order, twice
 PADDING = -1  # document number of what fills the last chunk
+_SUMS = torch.float32  # at least
 _POINTWISE = 4  # smaller blocks are multiplied element by element, which fuses
 
 
@@ -75,8 +74,8 @@ def chunk_rule(
     fresh_BHGCV = inverse_BHGCC @ (value_BHGCV * beta_BHGC1).to(dtype)
     reading_BHGCK = inverse_BHGCC @ (written_BHGCK * from_start).to(dtype)
     leaving_BHGKC = (key_BHGCK * to_end).to(dtype).transpose(-1, -2)
-    state_BHGKV = states(
-        through_BHG11, leaving_BHGKC @ reading_BHGCK, leaving_BHGKC @ fresh_BHGCV, dtype=dtype
+    state_BHGKV: torch.Tensor = torch.ops.headrace.chunk_states_v1(
+        through_BHG11, leaving_BHGKC @ reading_BHGCK, leaving_BHGKC @ fresh_BHGCV
     )
     corrected_BHGCV = fresh_BHGCV - reading_BHGCK @ state_BHGKV
     scores = (query_BHGCK.to(dtype) @ key_BHGCK.to(dtype).transpose(-1, -2)) * between
@@ -84,64 +83,87 @@ def chunk_rule(
     return read + scores.to(dtype) @ corrected_BHGCV
 
 
-def states(
-    through_BHG11: torch.Tensor,
-    removed_BHGKK: torch.Tensor,
-    added_BHGKV: torch.Tensor,
-    *,
-    dtype: torch.dtype,
+# The version is part of the name: a compiled graph may outlive the code that made it.
+@torch.library.custom_op("headrace::chunk_states_v1", mutates_args=())
+def chunk_states(
+    through_BHG11: torch.Tensor, removed_BHGKK: torch.Tensor, added_BHGKV: torch.Tensor
 ) -> torch.Tensor:
-    """The state before every chunk, ``(B, H, G, K, V)`` in ``dtype``.
+    """The state before every chunk, ``(B, H, G, K, V)`` in the dtype of ``added``.
 
     Args:
         through_BHG11: t, what of the state stays.
         removed_BHGKK: M.
         added_BHGKV: B.
-        dtype: of the products; sums are float32.
     """
-    B, H, _, K, V = added_BHGKV.shape
-    start_BHKV = torch.zeros(B, H, K, V, dtype=torch.float32, device=added_BHGKV.device)
-    return _walk(start_BHKV, through_BHG11, removed_BHGKK, added_BHGKV, dtype)
+    through, removed, added = (_by_head(t) for t in (through_BHG11, removed_BHGKK, added_BHGKV))
+    states_NGKV = torch.empty_like(added)
+    state_NKV = _sums_like(added)
+    for chunk in range(added.shape[1]):
+        states_NGKV[:, chunk] = state_NKV
+        change_NKV = torch.bmm(removed[:, chunk], states_NGKV[:, chunk])
+        state_NKV.mul_(through[:, chunk]).add_(added[:, chunk]).sub_(change_NKV)
+    return states_NGKV.view(added_BHGKV.shape)
 
 
-def _walk(
-    start: torch.Tensor,
-    through: torch.Tensor,
-    removed: torch.Tensor,
-    added: torch.Tensor,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """The same after a first state; chunks are the third axis from the end."""
-    num_chunks = added.shape[-3]
-    if num_chunks <= GROUP:
-        state, found = start, []
-        for chunk in range(num_chunks):
-            found.append(state.to(dtype))
-            if chunk < num_chunks - 1:
-                change = added[..., chunk, :, :] - removed[..., chunk, :, :] @ found[-1]
-                state = through[..., chunk, :, :] * state + change
-        return torch.stack(found, dim=-3)
-    padding = -num_chunks % GROUP
-    t, m, b = (
-        F.pad(part, (0, 0, 0, 0, 0, padding)).reshape(*part.shape[:-3], -1, GROUP, *part.shape[-2:])
-        for part in (through, removed, added)
-    )
-    starts = _walk(start, *_joined(t, m, b, dtype), dtype)
-    found_BHGKV = _walk(starts.float(), t, m, b, dtype).flatten(-4, -3)
-    return found_BHGKV[..., :num_chunks, :, :]
-
-
-def _joined(
-    through: torch.Tensor, removed: torch.Tensor, added: torch.Tensor, dtype: torch.dtype
+@torch.library.custom_op("headrace::chunk_states_backward_v1", mutates_args=())
+def _states_backward(
+    grad_BHGKV: torch.Tensor,
+    through_BHG11: torch.Tensor,
+    removed_BHGKK: torch.Tensor,
+    states_BHGKV: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The chunks of every group as one: ``(t2 - M2)(t1 - M1) S + (t2 - M2) B1 + B2``."""
-    K = removed.shape[-1]
-    t, m, b = (part[..., 0, :, :].float() for part in (through, removed, added))
-    for chunk in range(1, GROUP):
-        t2, m2, b2 = (part[..., chunk, :, :] for part in (through, removed, added))
-        both = m2.to(dtype) @ torch.cat([m, b], dim=-1).to(dtype)
-        t, m, b = t2 * t, t2 * m + t * m2 - both[..., :K], t2 * b + b2 - both[..., K:]
-    return t, m.to(dtype), b.to(dtype)
+    grad, through, removed, states = (
+        _by_head(t) for t in (grad_BHGKV, through_BHG11, removed_BHGKK, states_BHGKV)
+    )
+    after_NGKV = torch.empty_like(grad)  # the gradient of the state after each chunk
+    after_NKV = _sums_like(grad)
+    for chunk in reversed(range(grad.shape[1])):
+        after_NGKV[:, chunk] = after_NKV
+        change_NKV = torch.bmm(removed[:, chunk].transpose(1, 2), after_NGKV[:, chunk])
+        after_NKV.mul_(through[:, chunk]).add_(grad[:, chunk]).sub_(change_NKV)
+    products = after_NGKV.to(after_NKV.dtype) * states
+    return (
+        products.sum(dim=(-1, -2)).to(through.dtype).view(through_BHG11.shape),
+        -(after_NGKV @ states.transpose(-1, -2)).view(removed_BHGKK.shape),
+        after_NGKV.view(grad_BHGKV.shape),
+    )
+
+
+def _by_head(tensor_BHG: torch.Tensor) -> torch.Tensor:
+    return tensor_BHG.contiguous().flatten(0, 1)
+
+
+def _sums_like(tensor_NGKV: torch.Tensor) -> torch.Tensor:
+    N, _, K, V = tensor_NGKV.shape
+    return tensor_NGKV.new_zeros(N, K, V, dtype=torch.promote_types(tensor_NGKV.dtype, _SUMS))
+
+
+@chunk_states.register_fake
+def _(_through: torch.Tensor, _removed: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
+    return added.new_empty(added.shape)
+
+
+@_states_backward.register_fake
+def _(
+    grad: torch.Tensor, through: torch.Tensor, removed: torch.Tensor, _states: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return (
+        through.new_empty(through.shape),
+        removed.new_empty(removed.shape),
+        grad.new_empty(grad.shape),
+    )
+
+
+def _save(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+    through, removed, _ = inputs
+    ctx.save_for_backward(through, removed, output)
+
+
+def _gradients(ctx: Any, grad: torch.Tensor) -> Any:
+    return torch.ops.headrace.chunk_states_backward_v1(grad.contiguous(), *ctx.saved_tensors)
+
+
+chunk_states.register_autograd(_gradients, setup_context=_save)
 
 
 def unit_lower_inverse(lower_NCC: torch.Tensor) -> torch.Tensor:
