@@ -6,7 +6,7 @@ from transformers import AutoConfig
 
 from headrace.engine import routing
 from headrace.errors import NumericsError
-from headrace.models.experts import grouped_matmul
+from headrace.models.experts import add_bias, grouped_matmul
 from headrace.models.routing import fingerprint
 from headrace.models.spec import ModelSpec
 from headrace.selftest.checks import relative_errors, streamed_gradients
@@ -192,6 +192,22 @@ def test_compiled_layers_route_and_balance_as_eager_ones(family, activations):
     _, found = streamed_gradients(spec, state, batches, activations=activations, **compiled)
     errors = relative_errors(found, wanted)
     assert max(errors.values()) <= 5e-5, max(errors, key=errors.get)
+
+
+def test_gradient_of_a_bias_is_summed_in_bfloat16():
+    """Thousands of rows an expert, and one expert without any."""
+    generator = torch.Generator().manual_seed(0)
+    expert = torch.randint(0, 3, (12_000,), generator=generator).sort().values
+    rows = torch.randn(12_000, 8, generator=generator).bfloat16().requires_grad_()
+    bias = torch.randn(4, 8, generator=generator).bfloat16().requires_grad_()
+    out = add_bias(rows, bias, expert)
+    assert torch.equal(out, rows + bias[expert])
+    upstream = (1 + torch.rand(12_000, 8, generator=generator)).bfloat16()
+    rows_grad, bias_grad = torch.autograd.grad(out, [rows, bias], upstream)
+    assert torch.equal(rows_grad, upstream)
+    wanted = torch.zeros(4, 8, dtype=torch.float64).index_add_(0, expert, upstream.double())
+    torch.testing.assert_close(bias_grad.double(), wanted, rtol=2.0**-8, atol=0)
+    assert not bias_grad[3].any()
 
 
 def test_rounding_of_a_token_depends_on_the_others_of_its_expert():

@@ -63,7 +63,7 @@ def run_experts(
             weight = weight.transpose(1, 2)
         out = grouped_matmul(rows, weight, ends_X)
         if settings.has_bias:
-            out = out + getattr(settings, f"{name}_bias")[expert_S]
+            out = add_bias(out, getattr(settings, f"{name}_bias"), expert_S)
         return out
 
     if settings.has_gate:
@@ -75,6 +75,31 @@ def run_experts(
         rows_SD = settings.post_expert_norm(rows_SD)
     out_ND: torch.Tensor = combine(rows_SD, top_k_weights, order_S, inverse_NK)
     return out_ND.to(hidden_ND.dtype)
+
+
+def add_bias(rows_SO: torch.Tensor, bias_XO: torch.Tensor, expert_S: torch.Tensor) -> torch.Tensor:
+    """Rows and the bias of each one's expert."""
+    out: torch.Tensor = _AddBias.apply(rows_SO, bias_XO, expert_S)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _AddBias(torch.autograd.Function):
+    """A bias's gradient is a product: scattered, thousands of rows would be summed in bfloat16."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows_SO: torch.Tensor, bias_XO: torch.Tensor, expert_S: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(expert_S)
+        ctx.num_experts = bias_XO.shape[0]
+        return rows_SO + bias_XO[expert_S]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        (expert_S,) = ctx.saved_tensors
+        experts_X = torch.arange(ctx.num_experts, device=expert_S.device)
+        belongs_SX = (expert_S[:, None] == experts_X).to(grads[0].dtype)
+        return grads[0], belongs_SX.T @ grads[0], None
 
 
 class _Spread(torch.autograd.Function):
