@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from headrace.corpus.calendars import EDGAR
 from headrace.corpus.config import rule_for
 from headrace.corpus.duplicates import (
-    REASON_OF_KIND,
     SAME_ID,
     DuplicateRules,
     DuplicateSearch,
@@ -35,7 +34,6 @@ from headrace.corpus.rejections import (
     DocumentNames,
     Rejections,
     SourceTally,
-    duplicate_rows,
     read_stats,
     refuse_bad_sources,
 )
@@ -184,8 +182,8 @@ class _Build:
         )
         duplicates = DuplicateSearch(units, rules, self._config.work_path / "duplicates")
         duplicates.run()
-        names = DocumentNames(units, duplicates)
-        self._count_same_ids(tallies, duplicates, names)
+        names = DocumentNames(units, duplicates, rejections.bases)
+        self._count_same_ids(tallies, names)
         self._refuse_bad(tallies)
         self._progress(Progress(stage="duplicates", done=1, total=1, unit="searches"))
         return Findings(
@@ -210,15 +208,11 @@ class _Build:
     def _count_same_ids(
         self,
         tallies: Mapping[str, SourceTally],
-        duplicates: DuplicateSearch,
         names: DocumentNames,
     ) -> None:
         for number in range(len(self._plan.units)):
-            if not (duplicates.matches_of(number)["kind"] == SAME_ID).any():
-                continue
-            for row in duplicate_rows(number, duplicates, names):
-                if row["reason"] == REASON_OF_KIND[SAME_ID]:
-                    tallies[row["source"]].note(row["reason"], row)
+            for row in names.duplicates_in(number, SAME_ID).to_pylist():
+                tallies[row["source"]].note(row["reason"], row)
 
     def _refuse_bad(self, tallies: Mapping[str, SourceTally]) -> None:
         limits = {name: bad_limit(self._config, name) for name in tallies}

@@ -230,7 +230,7 @@ def vintage_facts(
             "later_versions": vintage.later_versions,
             "revised": len(vintage.revised),
             "examples": [
-                {"doc_id": _label(names, later), "first": _label(names, first)}
+                {"doc_id": names.label(later), "first": names.label(first)}
                 for later, first in vintage.revision_pairs
             ],
         },
@@ -258,16 +258,11 @@ def vintage_facts(
     }
 
 
-def _label(names: DocumentNames, ordinal: int) -> str:
-    found = names.find(ordinal)
-    return f"{found['source']}:{found['doc_id']}"
-
-
 def _pair(names: DocumentNames, pair: tuple[float, int, int], what: str) -> dict[str, Any]:
     similarity, later, earlier = pair
     return {
         "what": what,
-        "doc_id": _label(names, later),
-        "earlier": _label(names, earlier),
+        "doc_id": names.label(later),
+        "earlier": names.label(earlier),
         "similarity": round(similarity, 3),
     }

@@ -24,7 +24,7 @@ from headrace.corpus.duplicates import DUPLICATE_VERSION
 from headrace.corpus.encode import ENCODER_VERSION
 from headrace.corpus.files import file_sha256, hash_of
 from headrace.corpus.fingerprints import FINGERPRINT_VERSION
-from headrace.corpus.rejections import read_stats
+from headrace.corpus.rejections import position_bases, read_stats
 from headrace.corpus.selection import SELECTION_VERSION
 from headrace.corpus.shards import SHARD_VERSION, ShardJob, ShardPart
 from headrace.corpus.source_config import FolderSource, HfDatasetSource, SourceSettings
@@ -47,6 +47,7 @@ from headrace.corpus.tokenizer import (
     find_tokenizer_file,
     load_tokenizer,
 )
+from headrace.corpus.unit_files import UNIT_VERSION
 from headrace.corpus.unit_pass import unit_key
 from headrace.errors import ConfigError
 
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 RULE_VERSIONS: Mapping[str, int] = {
+    "units": UNIT_VERSION,
     "readers": READER_VERSION,
     "dating": RULE_VERSION,
     "fingerprints": FINGERPRINT_VERSION,
@@ -67,7 +69,7 @@ RULE_VERSIONS: Mapping[str, int] = {
     "shards": SHARD_VERSION,
 }
 _EXAMPLES = 5
-_UNIT_RULES = ("readers", "dating", "fingerprints", "mentions", "languages", "furniture")
+_UNIT_RULES = ("units", "readers", "dating", "fingerprints", "mentions", "languages", "furniture")
 
 
 def mask_file(folder: Path, number: int) -> Path:
@@ -129,6 +131,7 @@ class Plan:
         jobs: list[tuple[str, ShardJob]] = []
         cutoffs_us = tuple(cutoff.instant_us for cutoff in cutoffs)
         num_examples = self.config.checks.future_mentions.num_examples
+        bases = position_bases(self.units, self.places)
         self.shard_places.clear()
         for source, groups in self._groups():
             for serial, numbers in enumerate(groups):
@@ -137,6 +140,7 @@ class Plan:
                         unit=self.places[number],
                         tokens=None if token_places is None else token_places[number],
                         masks=mask_file(masks, number),
+                        first_position=bases[number][0],
                     )
                     for number in numbers
                 )
@@ -150,6 +154,7 @@ class Plan:
                                 part.unit.name,
                                 None if part.tokens is None else part.tokens.name,
                                 file_sha256(part.masks),
+                                part.first_position,
                             ]
                             for part in parts
                         ],

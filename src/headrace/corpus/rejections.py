@@ -17,8 +17,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from headrace.corpus.document import BAD_REASONS
-from headrace.corpus.duplicates import REASON_OF_KIND, DuplicateSearch, IndexedUnit
-from headrace.corpus.unit_files import REJECTED, read_index
+from headrace.corpus.duplicates import NEAR, REASON_OF_KIND, DuplicateSearch, IndexedUnit
+from headrace.corpus.unit_files import REJECTED, UnitIds, read_index
 from headrace.errors import DataError
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from headrace.corpus.sources.units import Unit
 
 _EXAMPLES = 5
+_OPEN_UNITS = 256
+_NEAR = REASON_OF_KIND[NEAR]
 
 
 @dataclass(slots=True)
@@ -76,11 +78,11 @@ class Rejections:
         self._units = units
         self._places = places
         self._latest_us = latest_us
-        self._bases = _position_bases(units, places)
+        self.bases = position_bases(units, places)
 
     def tables(self, number: int) -> Iterator[pa.Table]:
         """A unit's rejections in the form of :data:`REJECTED`."""
-        bases = self._bases[number]
+        bases = self.bases[number]
         with pq.ParquetFile(self._places[number] / "rejected.parquet") as file:
             for batch in file.iter_batches(4096):
                 table = pa.Table.from_batches([batch])
@@ -120,7 +122,7 @@ class Rejections:
                             tally.example(reason, row)
         return tallies
 
-    def write(self, path: Path, duplicates: DuplicateSearch, names: DocumentNames) -> int:
+    def write(self, path: Path, names: DocumentNames) -> int:
         """The list of everything that is not in the corpus; the number of rows."""
         num_rows = 0
         with pq.ParquetWriter(path, REJECTED, compression="zstd") as writer:
@@ -128,40 +130,18 @@ class Rejections:
                 for table in self.tables(number):
                     writer.write_table(table.cast(REJECTED))
                     num_rows += table.num_rows
-                rows = list(duplicate_rows(number, duplicates, names))
-                if rows:
-                    writer.write_table(pa.Table.from_pylist(rows, schema=REJECTED))
-                    num_rows += len(rows)
+                table = names.duplicates_in(number)
+                if table.num_rows:
+                    writer.write_table(table)
+                    num_rows += table.num_rows
         return num_rows
 
 
-def duplicate_rows(
-    number: int, duplicates: DuplicateSearch, names: DocumentNames
-) -> Iterator[dict[str, Any]]:
-    """Documents of a unit that an earlier one displaces, by the latest cutoff."""
-    for match in duplicates.matches_of(number):
-        later = names.find(int(match["ordinal"]))
-        if later["after_cutoff"]:
-            continue  # listed already, as after_cutoff
-        earlier = names.find(int(match["of"]))
-        kind = int(match["kind"])
-        detail = f"of {earlier['source']}:{earlier['doc_id']}"
-        if REASON_OF_KIND[kind] == "near_duplicate":
-            detail += f", similarity {float(match['similarity']):.2f}"
-        yield {
-            "source": later["source"],
-            "file": later["file"],
-            "position": later["position"],
-            "byte": None,
-            "doc_id": later["doc_id"],
-            "reason": REASON_OF_KIND[kind],
-            "detail": detail,
-            "available_at": int(match["available_at"]),
-        }
+def position_bases(units: Sequence[Unit], places: Sequence[Path]) -> list[list[int]]:
+    """For each unit and part, what to add to its positions: lines in the ranges before it.
 
-
-def _position_bases(units: Sequence[Unit], places: Sequence[Path]) -> list[list[int]]:
-    """For each unit and part, what to add to its positions: lines in the ranges before it."""
+    Only a unit that is one range of a file has any; other parts are files from their start.
+    """
     seen: dict[tuple[str, str], int] = {}
     bases = []
     for unit, place in zip(units, places, strict=True):
@@ -182,35 +162,65 @@ def read_stats(place: Path) -> dict[str, Any]:
 
 
 class DocumentNames:
-    """Names of documents by ordinal; a few units' names are held at a time."""
+    """What documents are called, by ordinal, and the listing of those an earlier one displaces."""
 
-    def __init__(self, units: Sequence[IndexedUnit], duplicates: DuplicateSearch) -> None:
-        """Nothing is read yet."""
+    def __init__(
+        self,
+        units: Sequence[IndexedUnit],
+        duplicates: DuplicateSearch,
+        bases: Sequence[Sequence[int]],
+    ) -> None:
+        """Nothing is read yet; ``bases`` are those of :func:`position_bases`."""
         self._units = units
+        self._bases = bases
         self._duplicates = duplicates
-        self._load = functools.lru_cache(maxsize=8)(self._names)
+        self._ids = functools.lru_cache(maxsize=_OPEN_UNITS)(self._open)
 
-    def find(self, ordinal: int) -> dict[str, Any]:
-        """Source, id, file and position of one index row."""
+    def _open(self, number: int) -> UnitIds:
+        return UnitIds(self._units[number].place)
+
+    def label(self, ordinal: int) -> str:
+        """Source and id of one index row."""
         number = int(self._duplicates.unit_of(ordinal))  # type: ignore[arg-type]  # one is an array of none
         unit = self._units[number]
-        kept, rejected, rows = self._load(number)
-        row = int(rows[ordinal - unit.first_ordinal])
-        table, at = (kept, row) if row >= 0 else (rejected, -1 - row)
-        return {
-            "source": unit.source,
-            "doc_id": table.column("doc_id")[at].as_py(),
-            "file": table.column("file")[at].as_py(),
-            "position": table.column("position")[at].as_py(),
-            "after_cutoff": row < 0,
-        }
+        return f"{unit.source}:{self._ids(number).of(ordinal - unit.first_ordinal)}"
 
-    def _names(self, number: int) -> tuple[pa.Table, pa.Table, Any]:
-        place = self._units[number].place
-        columns = ["doc_id", "file", "position"]
-        kept = pq.read_table(place / "documents.parquet", columns=columns)
-        rejected = pq.read_table(place / "rejected.parquet", columns=columns)
-        return kept.combine_chunks(), rejected.combine_chunks(), read_index(place)["row"].copy()
+    def duplicates_in(self, number: int, kind: int | None = None) -> pa.Table:
+        """Documents of a unit that an earlier one displaces, in the form of :data:`REJECTED`.
+
+        Args:
+            number: the unit's.
+            kind: of the matches; ``None`` for all.
+
+        Those after the latest cutoff are not there: they are listed as such.
+        """
+        unit = self._units[number]
+        matches = self._duplicates.matches_of(number)
+        if kind is not None:
+            matches = matches[matches["kind"] == kind]
+        if matches.size == 0:
+            return REJECTED.empty_table()
+        rows = read_index(unit.place)["row"][matches["ordinal"] - unit.first_ordinal]
+        matches, rows = matches[rows >= 0], rows[rows >= 0]
+        columns = ["source", "file", "position", "doc_id"]
+        documents = pq.read_table(unit.place / "documents.parquet", columns=columns)
+        named = documents.take(pa.array(rows))
+        reasons = [REASON_OF_KIND[int(k)] for k in matches["kind"].tolist()]
+        details = [
+            f"of {self.label(of)}" + (f", similarity {alike:.2f}" if reason == _NEAR else "")
+            for of, alike, reason in zip(
+                matches["of"].tolist(), matches["similarity"].tolist(), reasons, strict=True
+            )
+        ]
+        arrays = {
+            **{name: named.column(name) for name in columns},
+            "position": pc.add(named.column("position"), self._bases[number][0]),
+            "byte": pa.nulls(len(reasons), pa.int64()),
+            "reason": pa.array(reasons, pa.string()),
+            "detail": pa.array(details, pa.string()),
+            "available_at": pa.array(matches["available_at"].astype("datetime64[us]")),
+        }
+        return pa.table({name: arrays[name] for name in REJECTED.names}).cast(REJECTED)
 
 
 def refuse_bad_sources(

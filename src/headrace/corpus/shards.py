@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-SHARD_VERSION = 3
+SHARD_VERSION = 4
 
 TOKENS = pa.schema(
     [
@@ -99,6 +99,7 @@ class ShardPart:
     unit: Path
     tokens: Path | None
     masks: Path  # uint64 a document row
+    first_position: int  # records of its file in the ranges before this one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +125,7 @@ def write_shard(job: ShardJob) -> None:
                 tokens = row_groups(part.tokens / "tokens.parquet", None)
             for first, batch in row_groups(part.unit / "documents.parquet", None):
                 ids = None if tokens is None else next(tokens)[1].column(0)
+                batch = _moved(batch, part.first_position)  # noqa: PLW2901 - where it stands
                 here = masks[first : first + batch.num_rows]
                 for mask in np.unique(here):
                     if mask == 0:
@@ -137,6 +139,14 @@ def write_shard(job: ShardJob) -> None:
                     segment.add(batch.take(rows), None if ids is None else ids.take(rows))
         stats = {f"{mask:x}": segments[mask].close() for mask in sorted(segments)}
         (folder / "stats.json").write_text(json.dumps(stats), encoding="utf-8")
+
+
+def _moved(batch: pa.RecordBatch, first_position: int) -> pa.RecordBatch:
+    """The batch with positions in the whole file."""
+    if first_position == 0:
+        return batch
+    at = batch.schema.get_field_index("position")
+    return batch.set_column(at, "position", pa.compute.add(batch.column(at), first_position))
 
 
 class _Segment:

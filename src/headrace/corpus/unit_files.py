@@ -4,6 +4,8 @@
 ``index.bin``          a row for every sound document, later ones too (they are needed to see
                        near-duplicates across the cutoff, and can never displace an earlier one)
 ``signatures.bin``     MinHash signatures of the same rows, uint32
+``ids.bin``            ids of the same rows as UTF-8, one after the other; ``id_ends.bin`` their
+                       ends, int64: what duplicates are called is looked up row by row
 ``rejected.parquet``   everything else, with reason and position
 
 Row groups are batches; nothing is held longer than one.
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
     from headrace.corpus.cutoff import Dated
     from headrace.corpus.document import RawDocument
     from headrace.corpus.signing import Fingerprints
+
+UNIT_VERSION = 1
+"""Changes whenever a unit's folder holds other files for the same results."""
 
 INDEX = np.dtype(
     [
@@ -120,6 +125,9 @@ class UnitWriter:
             compression="zstd",
         )
         self._index = (folder / "index.bin").open("wb")
+        self._ids = (folder / "ids.bin").open("wb")
+        self._id_ends = (folder / "id_ends.bin").open("wb")
+        self._num_id_bytes = 0
         self._signatures = (folder / "signatures.bin").open("wb") if signed else None
         self.num_documents = 0
         self.num_rejected = 0
@@ -196,6 +204,11 @@ class UnitWriter:
         index["num_bytes"] = [len(item.encoded) for item in items]
         index["upper_bound"] = [item.dated.upper_bound for item in items]
         self._index.write(index.tobytes())
+        ids = [printable(item.doc_id).encode() for item in items]
+        ends = np.cumsum(np.fromiter(map(len, ids), np.int64, len(ids))) + self._num_id_bytes
+        self._ids.write(b"".join(ids))
+        self._id_ends.write(ends.tobytes())
+        self._num_id_bytes = int(ends[-1])
         self.num_rows += len(items)
         if self._signatures is not None and marks.signatures is not None:
             self._signatures.write(marks.signatures.tobytes())
@@ -205,6 +218,8 @@ class UnitWriter:
         self._documents.close()
         self._rejected.close()
         self._index.close()
+        self._ids.close()
+        self._id_ends.close()
         if self._signatures is not None:
             self._signatures.close()
 
@@ -234,6 +249,20 @@ def document_bytes(place: Path) -> NDArray[np.int64]:
 def read_index(place: Path) -> NDArray[np.void]:
     """The index rows of a unit's folder."""
     return np.fromfile(place / "index.bin", dtype=INDEX)
+
+
+class UnitIds:
+    """Ids of a unit's index rows, read from the disk one by one."""
+
+    def __init__(self, place: Path) -> None:
+        """Map the files; a unit without rows has none to map."""
+        self._ids = np.memmap(place / "ids.bin", dtype=np.uint8, mode="r")
+        self._ends = np.memmap(place / "id_ends.bin", dtype=np.int64, mode="r")
+
+    def of(self, row: int) -> str:
+        """The id of one row."""
+        start = int(self._ends[row - 1]) if row else 0
+        return self._ids[start : int(self._ends[row])].tobytes().decode()
 
 
 def printable(text: str) -> str:

@@ -178,9 +178,7 @@ def publish_vintages(
         write_failure(failed, "checks.json", {v.cutoff.name: v.checks for v in vintages})
         raise
     publisher = Publisher(config, building, RULE_VERSIONS)
-    findings.rejections.write(
-        publisher.shared_file("rejected.parquet"), findings.duplicates, findings.names
-    )
+    findings.rejections.write(publisher.shared_file("rejected.parquet"), findings.names)
     write_inputs(publisher.shared_file("inputs.jsonl"), plan.files)
     folder = None if shards.tokenizer is None else shards.tokenizer.folder
     for vintage in vintages:

@@ -309,6 +309,34 @@ def test_positions_are_absolute_in_files_read_in_ranges(
     offsets = [sum(map(len, lines[:n])) for n in (0, 123, 255, 399)]
     assert [row["byte"] for row in rejected(manifest)] == offsets
     assert manifest.num_documents == 396
+    documents = pq.read_table(manifest.path / "documents").sort_by("position")
+    assert documents["position"].to_pylist() == [
+        number for number in range(1, 401) if number not in (1, 124, 256, 400)
+    ]
+    assert documents["doc_id"].to_pylist()[:2] == ["1", "2"]
+
+
+def test_many_duplicates_are_listed_with_what_they_repeat(
+    build: Any, tmp_path: Path, write_jsonl: Any, prose: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.corpus.sources.units.UNIT_BYTES", 4000)
+    monkeypatch.setattr("headrace.corpus.rejections._OPEN_UNITS", 2)
+    texts = [prose(number % 40) for number in range(200)]
+    rows = [{"id": f"r{i}", "text": text, "date": "2014-01-01"} for i, text in enumerate(texts)]
+    rows += [{"id": "r3", "text": prose(900), "date": "2014-01-02"}]
+    rows += [{"id": "late", "text": texts[0], "date": "2031-01-01"}]
+    source = {"path": str(write_jsonl(tmp_path / "a.jsonl", rows)), "max_bad_share": 0.1}
+    manifest = build(source)
+    assert len(list((tmp_path / "corpus.work" / "units").iterdir())) > 5
+    listed = {row["position"]: row for row in rejected(manifest)}
+    for number in range(40, 200):
+        row = listed[number + 1]
+        assert row["reason"] == "exact_duplicate"
+        assert (row["doc_id"], row["detail"]) == (f"r{number}", f"of s0:r{number % 40}")
+    assert listed[201]["reason"] == "duplicate_id"
+    assert listed[201]["detail"] == "of s0:r3"
+    assert listed[202]["reason"] in {"after_cutoff", "future_date"}
+    assert len(listed) == 162
 
 
 def test_the_cutoff_before_every_document_is_an_error(build: Any, dated: Path) -> None:
