@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import benchmarks.ranks as benchmark
 import torch
 from transformers import AutoConfig
 
@@ -87,3 +88,8 @@ def joined(shards):
         )
         for key in shards[0]
     }
+
+
+def benchmarked(ranks, *, words):
+    """A case of ``benchmarks.ranks``, as its command line says."""
+    return benchmark.run(benchmark.arguments_of(words), ranks, torch.device("cpu"))

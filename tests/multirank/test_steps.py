@@ -90,3 +90,13 @@ def test_routers_in_float32_keep_their_low_halves(crews):
     many = crews(2).run(ranked.trained, **settings)
     # 3e-9 apart; 2e-6 with low halves of before the steps.
     assert many[0][1] == pytest.approx(evaluated, rel=1e-7)
+
+
+def test_the_benchmark_runs(crews):
+    """On shapes that say nothing of speed."""
+    parity = ["parity", "--model", "smoke", "--device", "cpu"]
+    assert crews(2).run(ranked.benchmarked, words=parity)[0]["agrees"]
+    speed = ["speed", "--model", "smoke", "--tokens", "2048", "--sequence", "256", "--steps", "1"]
+    found = crews(2).run(ranked.benchmarked, words=[*speed, "--device", "cpu"])[0]
+    assert found["tokens_per_second"] > 0
+    assert len(found["host_rss_gib"]) == found["num_ranks"] == 2
