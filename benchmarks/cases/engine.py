@@ -41,26 +41,6 @@ if TYPE_CHECKING:
 ROWS = (8, 4, 2, 1)
 
 
-def fill_randomly(spec: Any, state: Any) -> None:
-    """Normal weights of std 0.02, norms one: the first layer is drawn, the others copy it."""
-    import torch
-
-    generator = torch.Generator().manual_seed(0)
-    for index, unit in enumerate(state.units):
-        if 1 < index <= spec.num_layers:
-            unit.weights.copy_(state.units[1].weights)
-            continue
-        for param in unit.layout.params:
-            target = unit.weights[param.slice]
-            if len(param.shape) < 2:
-                target.fill_(1.0)
-                continue
-            piece = torch.randn(min(param.numel, 1 << 24), generator=generator) * 0.02
-            for start in range(0, param.numel, piece.numel()):
-                stop = min(start + piece.numel(), param.numel)
-                target[start:stop].copy_(piece[: stop - start])
-
-
 def train_case(
     *,
     model: str,
@@ -89,10 +69,13 @@ def train_case(
         trace: file for a Chrome trace; the result then says where the time went.
         num_layers: fewer than the model has.
     """
+    import torch
+
     from headrace.engine import Engine
     from headrace.models.flops import flops_per_token
     from headrace.models.spec import ModelSpec
     from headrace.policy.search import typical_rates
+    from headrace.policy.trial import fill_randomly
     from headrace.store.state import ModelState
 
     device = default_device()
@@ -126,7 +109,7 @@ def train_case(
         state = ModelState.allocate(
             spec, "bfloat16", device=device, device_units=config.device_units or 0
         )
-        fill_randomly(spec, state)
+        fill_randomly(state, torch.Generator().manual_seed(0))
         batches = [
             micro_batches(
                 *step_tokens(spec.vocab_size, tokens, step, sequence), rows, mean_document

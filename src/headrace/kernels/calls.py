@@ -12,7 +12,7 @@ the headroom alone (the gradient is scanned); 14 with neither (a dry run).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Required, TypedDict, Unpack
 
 import numpy as np
 
@@ -32,12 +32,49 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from headrace.kernels.arrays import Backend, PoolLike
-    from headrace.kernels.coefficients import Coefficients
     from headrace.kernels.headroom import Headroom
 
     Float32 = NDArray[np.float32]
     UInt16 = NDArray[np.uint16]
     Int16 = NDArray[np.int16]
+
+
+class _Options(TypedDict, total=False):
+    step: Required[int]
+    learning_rate: Required[float]
+    beta1: Required[float]
+    beta2: Required[float]
+    eps: Required[float]
+    weight_decay: Required[float]
+    pool: Any
+    headroom: Headroom | None
+    largest_grad: float | None
+
+
+class InvertOptions(_Options, total=False):
+    """Keywords of a call that undoes an update; see :class:`HostKernels`."""
+
+    grad_scale: float
+
+
+class UpdateOptions(InvertOptions, total=False):
+    """Keywords of an update."""
+
+    store: Store
+
+
+class CorrectOptions(_Options, total=False):
+    """Keywords of a correction."""
+
+    applied_scale: float
+    scale: Required[float]
+
+
+_KEYWORDS = {
+    Operation.UPDATE: frozenset(UpdateOptions.__annotations__),
+    Operation.INVERT: frozenset(InvertOptions.__annotations__),
+    Operation.CORRECT: frozenset(CorrectOptions.__annotations__),
+}
 
 
 class HostKernels:
@@ -86,34 +123,11 @@ class HostKernels:
         exp_avg: Float32,
         exp_avg_sq: Float32,
         grad: NDArray[Any],
-        *,
-        step: int,
-        learning_rate: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
-        grad_scale: float = 1.0,
-        pool: Any = None,
-        headroom: Headroom | None = None,
-        largest_grad: float | None = None,
-        store: Store = Store.EVERYTHING,
+        **options: Unpack[UpdateOptions],
     ) -> bool:
         """One AdamW step on a split master; the formulas are in ``reference.py``."""
-        factors = coefficients(
-            step=step, learning_rate=learning_rate, beta1=beta1, beta2=beta2, eps=eps,
-            weight_decay=weight_decay, grad_scale=grad_scale,
-        )  # fmt: skip
         arrays = Arrays(hi=hi, lo=lo, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, grad=grad)
-        return self._call(
-            Operation.UPDATE,
-            arrays,
-            factors,
-            pool=pool,
-            headroom=headroom,
-            largest_grad=largest_grad,
-            store=store,
-        )
+        return self._call(Operation.UPDATE, arrays, options)
 
     def adamw_float32(
         self,
@@ -121,34 +135,11 @@ class HostKernels:
         exp_avg: Float32,
         exp_avg_sq: Float32,
         grad: NDArray[Any],
-        *,
-        step: int,
-        learning_rate: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
-        grad_scale: float = 1.0,
-        pool: Any = None,
-        headroom: Headroom | None = None,
-        largest_grad: float | None = None,
-        store: Store = Store.EVERYTHING,
+        **options: Unpack[UpdateOptions],
     ) -> bool:
         """One AdamW step on a plain fp32 master; bitwise the values of :meth:`adamw_split`."""
-        factors = coefficients(
-            step=step, learning_rate=learning_rate, beta1=beta1, beta2=beta2, eps=eps,
-            weight_decay=weight_decay, grad_scale=grad_scale,
-        )  # fmt: skip
         arrays = Arrays(weight=weight, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, grad=grad)
-        return self._call(
-            Operation.UPDATE,
-            arrays,
-            factors,
-            pool=pool,
-            headroom=headroom,
-            largest_grad=largest_grad,
-            store=store,
-        )
+        return self._call(Operation.UPDATE, arrays, options)
 
     def invert_split(
         self,
@@ -157,32 +148,11 @@ class HostKernels:
         exp_avg: Float32,
         exp_avg_sq: Float32,
         grad: NDArray[Any],
-        *,
-        step: int,
-        learning_rate: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
-        grad_scale: float = 1.0,
-        pool: Any = None,
-        headroom: Headroom | None = None,
-        largest_grad: float | None = None,
+        **options: Unpack[InvertOptions],
     ) -> bool:
         """Undo, up to rounding, the update just applied with the same arguments."""
-        factors = coefficients(
-            step=step, learning_rate=learning_rate, beta1=beta1, beta2=beta2, eps=eps,
-            weight_decay=weight_decay, grad_scale=grad_scale,
-        )  # fmt: skip
         arrays = Arrays(hi=hi, lo=lo, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, grad=grad)
-        return self._call(
-            Operation.INVERT,
-            arrays,
-            factors,
-            pool=pool,
-            headroom=headroom,
-            largest_grad=largest_grad,
-        )
+        return self._call(Operation.INVERT, arrays, options)
 
     def invert_float32(
         self,
@@ -190,32 +160,11 @@ class HostKernels:
         exp_avg: Float32,
         exp_avg_sq: Float32,
         grad: NDArray[Any],
-        *,
-        step: int,
-        learning_rate: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
-        grad_scale: float = 1.0,
-        pool: Any = None,
-        headroom: Headroom | None = None,
-        largest_grad: float | None = None,
+        **options: Unpack[InvertOptions],
     ) -> bool:
         """Undo, up to rounding, the update just applied with the same arguments."""
-        factors = coefficients(
-            step=step, learning_rate=learning_rate, beta1=beta1, beta2=beta2, eps=eps,
-            weight_decay=weight_decay, grad_scale=grad_scale,
-        )  # fmt: skip
         arrays = Arrays(weight=weight, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, grad=grad)
-        return self._call(
-            Operation.INVERT,
-            arrays,
-            factors,
-            pool=pool,
-            headroom=headroom,
-            largest_grad=largest_grad,
-        )
+        return self._call(Operation.INVERT, arrays, options)
 
     def correct_split(
         self,
@@ -224,33 +173,11 @@ class HostKernels:
         exp_avg: Float32,
         exp_avg_sq: Float32,
         grad: NDArray[Any],
-        *,
-        step: int,
-        learning_rate: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
-        applied_scale: float = 1.0,
-        scale: float,
-        pool: Any = None,
-        headroom: Headroom | None = None,
-        largest_grad: float | None = None,
+        **options: Unpack[CorrectOptions],
     ) -> bool:
         """Turn an update applied with ``applied_scale`` into one applied with ``scale``."""
-        factors = coefficients(
-            step=step, learning_rate=learning_rate, beta1=beta1, beta2=beta2, eps=eps,
-            weight_decay=weight_decay, applied_scale=applied_scale, scale=scale,
-        )  # fmt: skip
         arrays = Arrays(hi=hi, lo=lo, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, grad=grad)
-        return self._call(
-            Operation.CORRECT,
-            arrays,
-            factors,
-            pool=pool,
-            headroom=headroom,
-            largest_grad=largest_grad,
-        )
+        return self._call(Operation.CORRECT, arrays, options)
 
     def correct_float32(
         self,
@@ -258,33 +185,11 @@ class HostKernels:
         exp_avg: Float32,
         exp_avg_sq: Float32,
         grad: NDArray[Any],
-        *,
-        step: int,
-        learning_rate: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
-        applied_scale: float = 1.0,
-        scale: float,
-        pool: Any = None,
-        headroom: Headroom | None = None,
-        largest_grad: float | None = None,
+        **options: Unpack[CorrectOptions],
     ) -> bool:
         """Turn an update applied with ``applied_scale`` into one applied with ``scale``."""
-        factors = coefficients(
-            step=step, learning_rate=learning_rate, beta1=beta1, beta2=beta2, eps=eps,
-            weight_decay=weight_decay, applied_scale=applied_scale, scale=scale,
-        )  # fmt: skip
         arrays = Arrays(weight=weight, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, grad=grad)
-        return self._call(
-            Operation.CORRECT,
-            arrays,
-            factors,
-            pool=pool,
-            headroom=headroom,
-            largest_grad=largest_grad,
-        )
+        return self._call(Operation.CORRECT, arrays, options)
 
     def split_float32(self, value: Float32, hi: UInt16, lo: Int16, *, pool: Any = None) -> bool:
         """Store fp32 values as planes; False, with both untouched, if a ``hi`` is not finite.
@@ -316,16 +221,16 @@ class HostKernels:
         self.backend.touch(data, pool)
 
     def _call(
-        self,
-        operation: Operation,
-        arrays: Arrays,
-        c: Coefficients,
-        *,
-        pool: Any,
-        headroom: Headroom | None,
-        largest_grad: float | None,
-        store: Store = Store.EVERYTHING,
+        self, operation: Operation, arrays: Arrays, options: InvertOptions | CorrectOptions
     ) -> bool:
+        factors: dict[str, Any] = dict(options)
+        if unknown := factors.keys() - _KEYWORDS[operation]:
+            raise TypeError(f"{operation.name.lower()} takes no {min(unknown)!r}")
+        pool = factors.pop("pool", None)
+        headroom: Headroom | None = factors.pop("headroom", None)
+        largest_grad: float | None = factors.pop("largest_grad", None)
+        store: Store = factors.pop("store", Store.EVERYTHING)
+        c = coefficients(**factors)
         kinds: dict[str, tuple[Any, tuple[type, ...], bool]] = {
             "exp_avg": (arrays.exp_avg, (np.float32,), True),
             "exp_avg_sq": (arrays.exp_avg_sq, (np.float32,), True),
