@@ -27,9 +27,13 @@ def trained(
     device_units=0,
     cuts=(),
     vocab=VOCAB,
+    infinite_at=None,
     **settings,
 ):
-    """Train a fresh tiny model; what the steps and an evaluation said, and this rank's planes."""
+    """Train a fresh tiny model; what the steps and an evaluation said, and this rank's planes.
+
+    In step ``infinite_at`` the last rank's gradient of the first layer is infinite.
+    """
     spec = ModelSpec(config)
     share = Share(rank=ranks.rank, num_ranks=ranks.size)
     state = ModelState(spec.units, dtype, share=share, device_units=device_units)
@@ -44,6 +48,14 @@ def trained(
         ranks=ranks,
     )
     with engine:
+        give = engine.updater.return_gradient
+
+        def return_gradient(unit, slot, early):
+            if unit == 1 and step == infinite_at and ranks.rank == ranks.size - 1:
+                slot.flat[:1].fill_(float("inf"))
+            return give(unit, slot, early)
+
+        engine.updater.return_gradient = return_gradient
         for step in range(steps):
             batches = make_batches(num_batches, seed=step, cuts=cuts, vocab=vocab)
             mine = batches[ranks.rank :: ranks.size]

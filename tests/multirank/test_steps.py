@@ -67,6 +67,23 @@ def test_the_first_norm_of_one_gradient_does_not_depend_on_ranks(crews):
         assert crews(size).run(ranked.trained, **settings)[0][0][0][:2] == alone[:2]
 
 
+@pytest.mark.parametrize("clipping", ["deferred", "optimistic"])
+def test_all_ranks_skip_a_step_that_is_infinite_on_one(crews, clipping):
+    """Every rank takes back what it has updated early, and goes on as if the step had not been."""
+    settings = {"config": tiny_config(), "steps": 13, "infinite_at": 11, "clipping": clipping,
+                "max_grad_norm": 1.0, "chunk_bytes": 4096}  # fmt: skip
+    said, evaluated, planes = ranked.trained(Ranks(), **settings)
+    assert [skipped for *_, skipped in said] == [False] * 11 + [True, False]
+    many = crews(2).run(ranked.trained, **settings)
+    assert [skipped for *_, skipped in many[1][0]] == [skipped for *_, skipped in said]
+    assert many[0][1] == pytest.approx(evaluated, rel=1e-5)
+    found, expected = ranked.joined([rank[2] for rank in many]), ranked.joined([planes])
+    for key, plane in expected.items():
+        if plane.norm() > 0:
+            # An inverted update restores the second moment to some 1e-4.
+            assert relative_error(found[key], plane) < (1e-3 if clipping == "optimistic" else 1e-4)
+
+
 def test_split_masters_train_as_one(crews):
     """The bfloat16 state: both planes of a master lie in the same shard."""
     settings = {"config": tiny_config(), "dtype": "bfloat16"}

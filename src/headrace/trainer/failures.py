@@ -74,8 +74,10 @@ def step_with_retry(
     gc.collect()
     size = engine.shrink_waves(len(micro_batches))
     if size is None:
+        others = ", as other ranks are in the middle of it" if engine.ranks.size > 1 else ""
         raise CapacityError(
-            f"the device ran out of memory in update {step}, which cannot be tried again: {result}",
+            f"the device ran out of memory in update {step}, which cannot be tried again{others}: "
+            f"{result}",
             remedy=_REMEDY,
         )
     say(
