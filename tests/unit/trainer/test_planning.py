@@ -14,11 +14,14 @@ from headrace.engine.config import EngineConfig
 from headrace.models.lora import LoraSettings
 from headrace.models.spec import ModelSpec
 from headrace.plan.architecture import read_architecture
-from headrace.plan.job import Job
+from headrace.plan.job import THIS_VERSION, Job
+from headrace.plan.machine import describe_machine
+from headrace.plan.memory import footprint
 from headrace.plan.parts import layer_modes
-from headrace.plan.source import find_model
+from headrace.plan.source import find_model, inline_model
+from headrace.policy.budget import Workload, step_budget
 from headrace.trainer.config import TrainConfig
-from headrace.trainer.planning import NO_EFFECT
+from headrace.trainer.planning import NO_EFFECT, plan_job
 
 MODEL = find_model("Qwen/Qwen3-0.6B").config | {
     "num_hidden_layers": 4,
@@ -232,3 +235,49 @@ def test_units_on_the_device_leave_the_host(plan):
     ]
     assert states[1] == 0 < states[0]
     assert placed["plan"]["speed"]["forward"]["h2d"] == 0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"micro_batches_per_wave": 1},
+        {"device_units": 3, "weight_slots": 2, "gradient_slots": 1},
+        {"activations": "offload", "recompute_layers": 1, "gradient_dtype": "float32"},
+    ],
+)
+def test_bytes_are_those_the_trainer_places_by(dtype, keys):
+    """``headrace plan`` without torch, and the placement of a run, count the same."""
+    spec = ModelSpec.from_config(AutoConfig.for_model(**MODEL))
+    engine = EngineConfig(**{"recompute_layers": 0, "offload_layers": 0} | keys)
+    config = TrainConfig(
+        model_config=MODEL, datasets=[{"path": "x"}], output_dir="x", dtype=dtype, engine=engine,
+        max_length=256, per_device_train_batch_size=2, gradient_accumulation_steps=3,
+    )  # fmt: skip
+    work = Workload(tokens=512, micro_batches=3, sequence_length=256, rows=2)
+    budget = step_budget(spec, engine, dtype, work)
+    source = inline_model("x", MODEL)
+    job = plan_job(config, source, num_gpus=1, cpu=False)
+    machine = describe_machine(gpu="h200", num_gpus=1, host_bytes=None)
+    need = footprint(
+        read_architecture(MODEL), job, machine, THIS_VERSION,
+        activations=engine.activations, waves=work.num_waves(engine),
+    )  # fmt: skip
+    host = {item.kind: item.num_bytes for item in need.host}
+    device = {item.kind: item.num_bytes for item in need.device}
+    same = {
+        "state": (host["master weights"] + host["optimizer state"], budget.host["state"]),
+        "returned": (host["returned gradients"], budget.host["returned gradients"]),
+        "offloaded": (
+            host.get("offloaded activations", 0), budget.host["offloaded activations"],
+        ),
+        "slots": (device["weight slots"], budget.device["weight slots"]),
+        "accumulators": (device["gradients"], budget.device["gradient accumulators"]),
+        "resident": (
+            device.get("state on the device", 0),
+            budget.device["state on the device"] + budget.device["gradients kept on the device"],
+        ),
+    }  # fmt: skip
+    for kind, (planned, placed) in same.items():
+        assert planned == pytest.approx(placed, rel=0.02), kind
