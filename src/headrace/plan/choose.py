@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from headrace.plan.machine import Machine
 
 
+_ADAPTER_RANK = 16  # of the change that trains adapters
+
+
 @dataclass(frozen=True, kw_only=True)
 class Choice:
     """One way to run a job, with what it needs and how fast it goes."""
@@ -212,6 +215,15 @@ def _candidates(
                     card,
                     features,
                 )
+    if job.trains_all:
+        yield (
+            f"adapters of rank {_ADAPTER_RANK} in place of all weights",
+            "adapter: lora",
+            True,
+            replace(job, lora_rank=_ADAPTER_RANK),
+            machine,
+            features,
+        )
 
 
 def find_changes(

@@ -13,7 +13,7 @@ from headrace.plan.records import size_in_name
 from headrace.units import format_bytes, format_count, format_duration
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from headrace.plan.memory import Item
     from headrace.plan.predict import Prediction
@@ -125,11 +125,13 @@ def _by_name(plan: Prediction) -> list[str]:
 _NAMED = 3  # kinds of bytes that a line of the summary names
 
 
-def _line(title: str, items: Iterable[Item], total: int, limit: int | None) -> str:
+def _line(title: str, items: Sequence[Item], total: int, limit: int | None) -> str:
     """One memory: the total, what there is, and the kinds that weigh most."""
     room = "limit not given" if limit is None else f"of {format_bytes(limit)}"
     largest = sorted(items, key=lambda item: -item.num_bytes)[:_NAMED]
     named = ", ".join(f"{item.kind} {format_bytes(item.num_bytes)}" for item in largest)
+    moved = -sum(item.num_bytes for item in items if item.num_bytes < 0)
+    named += f"; {format_bytes(moved)} of it on the cards" if moved else ""
     return f"  {title:<10} {format_bytes(total):>10} {room:<15}  {named}"
 
 
