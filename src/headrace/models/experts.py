@@ -54,8 +54,10 @@ def run_experts(
     ).scatter_add_(0, expert_S, torch.ones_like(expert_S, dtype=torch.int32))
     ends_X = counts_X.cumsum(0, dtype=torch.int32)
     spread: Any = _Spread.apply  # untyped in torch
-    combine: Any = _Combine.apply
+    collect: Any = _Collect.apply
+    pick: Any = _Pick.apply
     rows_SD: torch.Tensor = spread(hidden_ND, order_S, inverse_NK)
+    weight_S1: torch.Tensor = pick(top_k_weights, order_S, inverse_NK)[:, None]
 
     def product(rows: torch.Tensor, name: str) -> torch.Tensor:
         weight = getattr(settings, name)
@@ -70,10 +72,18 @@ def run_experts(
         rows_SD = settings._apply_gate(product(rows_SD, "gate_up_proj"))  # noqa: SLF001 - the interface's name
     else:
         rows_SD = settings.act_fn(product(rows_SD, "up_proj"))
+    # Before the last matrix rows are short, and backward does not need its results. What is not
+    # linear in them must come before the weights.
+    norm = getattr(settings, "has_post_expert_norm", False)
+    early = not (settings.has_bias or norm)
+    if early:
+        rows_SD = (rows_SD * weight_S1).to(rows_SD.dtype)
     rows_SD = product(rows_SD, "down_proj")
-    if getattr(settings, "has_post_expert_norm", False):
+    if norm:
         rows_SD = settings.post_expert_norm(rows_SD)
-    out_ND: torch.Tensor = combine(rows_SD, top_k_weights, order_S, inverse_NK)
+    if not early:
+        rows_SD = (rows_SD * weight_S1).to(rows_SD.dtype)
+    out_ND: torch.Tensor = collect(rows_SD, order_S, inverse_NK)
     return out_ND.to(hidden_ND.dtype)
 
 
@@ -115,54 +125,52 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (inverse_NK,) = ctx.saved_tensors
-        return _sum_of_experts(grads[0], None, inverse_NK).to(grads[0].dtype), None, None
+        return _sum_of_experts(grads[0], inverse_NK), None, None
 
 
-class _Combine(torch.autograd.Function):
-    """Each token's rows, by weight; gradients are gathered, never scattered."""
+class _Pick(torch.autograd.Function):
+    """Each assignment's weight, in the experts' order; its gradient is gathered."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        rows_SD: torch.Tensor,
-        weights_NK: torch.Tensor,
-        order_S: torch.Tensor,
-        inverse_NK: torch.Tensor,
+        ctx: Any, weights_NK: torch.Tensor, order_S: torch.Tensor, inverse_NK: torch.Tensor
     ) -> torch.Tensor:
-        ctx.save_for_backward(rows_SD, weights_NK, order_S, inverse_NK)
-        return _sum_of_experts(rows_SD, weights_NK, inverse_NK).to(rows_SD.dtype)
+        ctx.save_for_backward(inverse_NK)
+        return weights_NK.reshape(-1)[order_S]
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-        rows_SD, weights_NK, order_S, inverse_NK = ctx.saved_tensors
-        dtype = _sum_dtype(rows_SD)
-        upstream_SD = grads[0][order_S // inverse_NK.shape[1]].to(dtype)
-        weight_S = weights_NK.reshape(-1)[order_S].to(dtype)
-        rows_grad_SD = (upstream_SD * weight_S[:, None]).to(rows_SD.dtype)
-        weight_grad_S = (upstream_SD * rows_SD).sum(dim=1)
-        return rows_grad_SD, weight_grad_S[inverse_NK].to(weights_NK.dtype), None, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (inverse_NK,) = ctx.saved_tensors
+        return grads[0][inverse_NK], None, None
 
 
-def _sum_dtype(rows_SD: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(rows_SD.dtype, torch.float32)
+class _Collect(torch.autograd.Function):
+    """The sum of each token's rows; its gradient is gathered."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows_SD: torch.Tensor, order_S: torch.Tensor, inverse_NK: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(order_S)
+        ctx.top_k = inverse_NK.shape[1]
+        return _sum_of_experts(rows_SD, inverse_NK)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (order_S,) = ctx.saved_tensors
+        return grads[0][order_S // ctx.top_k], None, None
 
 
-def _sum_of_experts(
-    rows_SD: torch.Tensor, weights_NK: torch.Tensor | None, inverse_NK: torch.Tensor
-) -> torch.Tensor:
-    """``(N, D)``, at least in float32: a term an expert, which compiles to one pass over memory.
+def _sum_of_experts(rows_SD: torch.Tensor, inverse_NK: torch.Tensor) -> torch.Tensor:
+    """``(N, D)``, summed in float32 at least: a term an expert, one pass over memory compiled.
 
     As a reduction over K it would be a kernel of its own at a fifth of the memory's rate.
     """
-    dtype = _sum_dtype(rows_SD)
-    total_ND: torch.Tensor | None = None
-    for expert in range(inverse_NK.shape[1]):
-        term_ND = rows_SD[inverse_NK[:, expert]].to(dtype)
-        if weights_NK is not None:
-            term_ND = term_ND * weights_NK[:, expert, None].to(dtype)
-        total_ND = term_ND if total_ND is None else total_ND + term_ND
-    assert total_ND is not None
-    return total_ND
+    dtype = torch.promote_types(rows_SD.dtype, torch.float32)
+    total_ND = rows_SD[inverse_NK[:, 0]].to(dtype)
+    for expert in range(1, inverse_NK.shape[1]):
+        total_ND = total_ND + rows_SD[inverse_NK[:, expert]].to(dtype)
+    return total_ND.to(rows_SD.dtype)
 
 
 def grouped_matmul(

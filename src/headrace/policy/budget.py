@@ -19,7 +19,7 @@ from headrace.units import format_bytes
 if TYPE_CHECKING:
     from headrace.engine.config import EngineConfig
     from headrace.models.spec import ModelSpec
-    from headrace.store.layout import UnitLayout
+    from headrace.store.layout import ParamSpec, UnitLayout
     from headrace.store.ranges import UnitShard
     from headrace.store.state import StateDtype
 
@@ -140,11 +140,25 @@ def kept_elements_per_token(spec: ModelSpec, layer: UnitLayout) -> int:
     """What a kept layer saves a token: its input, matmul results and the attention result.
 
     The result of the last matrix (the one that is added to the residual) is not read by backward.
+    Experts save for as many as a token uses.
     """
-    outputs = sum(param.shape[0] for param in layer.params if len(param.shape) >= 2)
+    outputs = sum(_outputs(spec, layer, p) for p in layer.params if len(p.shape) >= 2)
     config = spec.config
     head_size = getattr(config, "head_dim", None) or spec.hidden_size // config.num_attention_heads
     return outputs + int(config.num_attention_heads * head_size)
+
+
+def _outputs(spec: ModelSpec, layer: UnitLayout, param: ParamSpec) -> int:
+    """Elements a token of what a matrix gives; experts lie in one parameter, (X, O, I) or not."""
+    if len(param.shape) != 3 or ".experts." not in param.name:
+        return param.shape[0]
+    chosen = int(getattr(spec.config, "num_experts_per_tok", None) or 1)
+    if not param.local_name.endswith("down_proj"):
+        _, one, other = param.shape
+        return chosen * (other if one == spec.hidden_size else one)
+    # Weighted after a bias, else before the matrix (:mod:`headrace.models.experts`).
+    biased = any(p.local_name == f"{param.local_name}_bias" for p in layer.params)
+    return chosen * spec.hidden_size if biased else 0
 
 
 def _state_bytes(shard: UnitShard, dtype: StateDtype) -> int:

@@ -4,13 +4,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from transformers import Qwen3Config
+from transformers import Qwen3Config, Qwen3MoeConfig
 
 from headrace.engine import Engine, EngineConfig
 from headrace.errors import CapacityError
 from headrace.models.lora import LoraSettings
 from headrace.models.spec import ModelSpec
-from headrace.policy.budget import Workload, step_budget
+from headrace.policy.budget import Workload, kept_elements_per_token, step_budget
 from headrace.policy.search import choose
 from headrace.policy.steptime import Rates, predict_step
 from headrace.store.state import ModelState
@@ -258,3 +258,18 @@ def test_host_bytes_of_a_partly_frozen_model_are_what_is_allocated(dtype, kind):
     trained = spec.num_trainable_parameters
     assert state.state_bytes == width * frozen + 12 * trained
     assert allocated == pytest.approx(state.state_bytes + width * trained, rel=0.01)
+
+
+def test_a_kept_layer_of_experts_is_counted_as_one_expert():
+    """Of 128 experts in one parameter a token uses 8, each with an output of its own."""
+    spec = ModelSpec(
+        Qwen3MoeConfig(
+            hidden_size=2048, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8,
+            num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_hidden_layers=1,
+            vocab_size=96,
+        )
+    )  # fmt: skip
+    attention = 4096 + 512 + 512 + 2048 + 4096
+    router, gate_and_up = 128, 8 * 2 * 768
+    found = kept_elements_per_token(spec, spec.units[1])
+    assert found == attention + router + gate_and_up
