@@ -13,6 +13,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.slow,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    # The compiler's warnings, made errors, would be reasons to run eagerly.
+    pytest.mark.filterwarnings("default"),
 ]
 
 SIZES = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "vocab_size": 512,

@@ -14,6 +14,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.slow,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    # The compiler's warnings, made errors, would be reasons to run eagerly.
+    pytest.mark.filterwarnings("default"),
 ]
 
 LARGER = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}

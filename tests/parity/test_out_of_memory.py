@@ -1,9 +1,12 @@
 """A device that runs out of memory in step k: tried again once, exactly, or the reason."""
 
+import gc
+
 import pytest
 import torch
 
 from headrace.engine.passes import Passes
+from headrace.engine.slots import KeptGraph
 from headrace.errors import CapacityError
 from headrace.trainer.failures import step_with_retry
 from tiny import differing, make_batches, make_engine, planes, tiny_config, tiny_state
@@ -65,6 +68,24 @@ def test_the_retry_is_the_step_with_smaller_waves(monkeypatch, place, call, acti
         engine.synchronize()
     assert first.loss == result.loss
     assert differing(planes(state), planes(expected)) == []
+
+
+@pytest.mark.parametrize("activations", ["keep", "offload"])
+def test_what_the_failed_step_kept_is_free_before_the_retry(monkeypatch, activations):
+    """Its graphs hold most of the memory that ran out."""
+    spec, state = tiny_state(tiny_config("llama"), "bfloat16")
+    alive = []
+    with make_engine(spec, state, activations=activations) as engine:
+        run_out(monkeypatch, "layer_backward", 3)
+        shrink = engine.shrink_waves
+
+        def look(num_micro_batches):
+            alive.append([kept for kept in gc.get_objects() if type(kept) is KeptGraph])
+            return shrink(num_micro_batches)
+
+        monkeypatch.setattr(engine, "shrink_waves", look)
+        retried(engine, make_batches(4), [])
+    assert alive == [[]]
 
 
 def test_no_retry_where_updates_came_early(monkeypatch):

@@ -144,6 +144,9 @@ class KeptGraph:
     def _pack(self, saved: torch.Tensor) -> torch.Tensor | _WeightReference | ActivationReference:
         storage = saved.untyped_storage().data_ptr()
         if storage not in (self._flat_storage, self._full_storage):
+            # An operator that saves its own result would hold, through this hook, what holds it:
+            # a graph that is dropped without its backward would never be freed.
+            saved = saved if saved.grad_fn is None else saved.detach()
             return saved if self.activations is None else self.activations.put(saved)
         full = storage == self._full_storage
         source = self._full if full else self._flat
