@@ -73,6 +73,10 @@ class FigureMaker:
     ) -> Figure:
         """A date-block figure."""
         low, high = estimate.interval()
+        if not note and low is None:
+            note = "too few date blocks for an interval"
+        elif not note and estimate.value == estimate.se == 0:
+            note = "exactly 0: nothing was predicted, constant only was chosen"
         return Figure(
             value=estimate.value,
             n=estimate.n,
@@ -83,7 +87,7 @@ class FigureMaker:
             high=high,
             method="date_block_t" if low is not None else "",
             num_blocks=estimate.num_blocks,
-            note=note or ("" if low is not None else "too few date blocks for an interval"),
+            note=note,
         )
 
     def skill(

@@ -265,11 +265,22 @@ def _skill(evidence: Evidence, skilled: tuple[Channel, ...], cautions: list[str]
         seen = ", ".join(
             f"{evidence.contrast_detectable[channel]:.2g} ({channel})"
             for channel in evidence.contrast_p
+            if evidence.contrast_detectable[channel] > 0
         )
         sentences.append(
-            "It does so after its cutoff as before: no sign of the future. A fall at the cutoff "
-            f"of this share of the target's variance would have been seen: {seen}."
+            "It does so after its cutoff as before: no sign of the future."
+            + (
+                " A fall at the cutoff of this share of the target's variance would have been "
+                f"seen: {seen}."
+                if seen
+                else ""
+            )
         )
+        sentences += [
+            f"In the {channel} channel it predicts nothing on either side of the cutoff."
+            for channel in evidence.contrast_p
+            if evidence.contrast_detectable[channel] == 0
+        ]
     elif evidence.recall is not None:
         sentences.append("The recall probe gives no sign of the future.")
     else:

@@ -232,7 +232,7 @@ def over_time(audit: Node, quantities: Quantities) -> Section:
         blocks.append(
             Table(
                 name="embargo",
-                columns=("Model", "Embargo, sessions", "R² chronological", "Premium Π"),
+                columns=("Model", "Embargo, sessions", "R² chronological", "Matched premium"),
                 rows=embargo,
                 numeric=frozenset({1, 2, 3}),
                 caption="Sessions left out of training before the test period begins.",

@@ -115,3 +115,10 @@ def test_a_gain_on_twins_that_predict_worse_than_nothing_is_no_claim():
     assert any("do not fall at the cutoff" in caution for caution in judgement.cautions)
     fallen = replace(KNOWS, contrast_own_p={"common": 0.1, "entity": 0.9})
     assert judge(fallen).verdict == "knows_the_future"
+
+
+def test_a_channel_that_predicts_nothing_is_not_said_to_have_shown_a_fall_of_zero():
+    detectable = {"common": 0.012, "entity": 0.0}
+    words = " ".join(judge(replace(SKILL, contrast_detectable=detectable)).summary)
+    assert "would have been seen: 0.012 (common)." in words
+    assert "In the entity channel it predicts nothing on either side" in words
