@@ -30,10 +30,10 @@ def test_a_lane_that_raises(run_config, tmp_path, monkeypatch):
     whole = run_config(output_dir=str(tmp_path / "whole"), save_strategy="steps", save_steps=2)
     update = HostOptimizer.update
 
-    def failing(self, chunk, gradient, settings):
+    def failing(self, chunk, gradient, settings, *order):
         if settings.step == 6 and chunk.unit == 1:
             raise OSError("the bus is gone")
-        return update(self, chunk, gradient, settings)
+        return update(self, chunk, gradient, settings, *order)
 
     with monkeypatch.context() as patch:
         patch.setattr(HostOptimizer, "update", failing)
