@@ -27,6 +27,7 @@ CASES = {
             "activations": "recompute",
             "poison_slots": True,
             "lane_jitter_seconds": 0.002,
+            "update_order": "weights_first",
             "chunk_bytes": 4096,
         },
     ),
