@@ -112,7 +112,7 @@ def test_thirty_kills_give_identical_bytes(tmp_path: Path, recipe: Path) -> None
             process.send_signal(signal.SIGKILL)
             process.wait()
             kills += 1
-            patience = time.perf_counter() + 10
+            patience = time.perf_counter() + 40  # a fork server looks up after its imports
             while running(script) and time.perf_counter() < patience:
                 time.sleep(0.02)
             assert running(script) == []  # no worker outlives its build

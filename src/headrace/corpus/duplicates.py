@@ -217,9 +217,12 @@ def _scatter(keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def _ordered(records: NDArray[np.void]) -> NDArray[np.void]:
     """Records whose key another one has too, by key, then from the earliest to the latest."""
     # Most keys are alone: they leave before the costly sort by four fields.
-    keys = np.sort(records["key"])
-    twice = np.unique(keys[1:][keys[1:] == keys[:-1]])
-    records = records[np.isin(records["key"], twice)] if twice.size else records[:0]
+    order = np.argsort(records["key"])
+    keys = records["key"][order]
+    twice = np.zeros(keys.size, dtype=np.bool_)
+    np.equal(keys[1:], keys[:-1], out=twice[1:])
+    twice[:-1] |= twice[1:]
+    records = records[np.sort(order[twice])]
     order = np.lexsort(
         (records["ordinal"], records["available_at"], records["key2"], records["key"])
     )
@@ -259,15 +262,16 @@ def _band_pairs(records: NDArray[np.void]) -> NDArray[np.void]:
     records = _ordered(records)
     first = _first_of_group(records)
     here = np.arange(records.size)
-    pairs = []
+    places = []
     for partner in (first, first + 1, first + 2, here - 1):
         later = np.flatnonzero((partner < here) & (partner >= first))
-        pairs.append(_matches(records, later, partner[later], NEAR))
-    joined = np.concatenate(pairs)
-    order = np.lexsort((joined["of"], joined["ordinal"]))
-    joined = joined[order]
-    new = np.ones(joined.size, dtype=np.bool_)
-    new[1:] = (joined["ordinal"][1:] != joined["ordinal"][:-1]) | (
-        joined["of"][1:] != joined["of"][:-1]
-    )
-    return joined[new]
+        places.append(np.stack([later, partner[later]]))
+    later, earlier = np.concatenate(places, axis=1)
+    # The same two texts meet in several bands: each pair once, before anything is copied.
+    ordinals, others = records["ordinal"][later], records["ordinal"][earlier]
+    order = np.lexsort((others, ordinals))
+    ordinals, others = ordinals[order], others[order]
+    new = np.ones(order.size, dtype=np.bool_)
+    new[1:] = (ordinals[1:] != ordinals[:-1]) | (others[1:] != others[:-1])
+    once = order[new]
+    return _matches(records, later[once], earlier[once], NEAR)
