@@ -80,6 +80,7 @@ RELATIONS = {
     "three value heads a key head": ("qwen3_next", {"linear_num_key_heads": 8,
         "linear_num_value_heads": 24, "layer_types": ["linear_attention"] * 48}),
     "boundaries that layers do not hand on": ("stablelm", NO_DROPOUT),
+    "convolutions before attention": ("lfm2", {"layer_types": ["conv", "full_attention"] * 16}),
     "the same, and squared activations": ("nemotron", NO_DROPOUT | {"num_key_value_heads": 8}),
 }  # fmt: skip
 

@@ -2,7 +2,8 @@
 
 transformers' plain torch versions know nothing of documents. Here a convolution's taps stop at a
 document's first token, and a document starts from an empty state. The mixer's own code runs with
-these two functions in place of its own, whatever else it does.
+these two functions in place of its own, whatever else it does; so do mixers that are convolutions
+alone (LFM2).
 
 The recurrence (Gated Delta Networks, arXiv:2412.06464), for keys k, values v, decays
 ``exp(g)`` and write strengths beta, is ``S_t = exp(g_t) S_{t-1} (I - beta_t k_t k_t^T) +
@@ -31,15 +32,16 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-_REPLACED = ("torch_chunk_gated_delta_rule", "causal_conv1d_fn")
+_RULE, _CONV = "torch_chunk_gated_delta_rule", "causal_conv1d_fn"
 
 
 def adapt(model: nn.Module) -> None:
-    """Let every gated DeltaNet of ``model`` call the functions of this module."""
-    for module in _mixers(model):
+    """Let every gated DeltaNet and short convolution of ``model`` call this module's functions."""
+    for module, uses_rule in _mixers(model):
         forward = inspect.unwrap(type(module).forward)
-        names = dict(zip(_REPLACED, (chunk_gated_delta_rule, causal_conv), strict=True))
-        scope = forward.__globals__ | names
+        scope = forward.__globals__ | {_CONV: causal_conv}
+        if uses_rule:
+            scope[_RULE] = chunk_gated_delta_rule
         # The compiler takes globals that have a module's name for the module's own, and guards on
         # what it finds there.
         del scope["__name__"]
@@ -56,17 +58,19 @@ def adapt(model: nn.Module) -> None:
 
 def prepare(model: nn.Module, device: torch.device) -> None:
     """Decide whether the layers of ``model`` use the extra kernel on ``device``."""
-    if any(True for _ in _mixers(model)):
+    if any(uses_rule for _, uses_rule in _mixers(model)):
         gated_delta_kernel.prepare(device, compare=torch_gated_delta_rule)
 
 
-def _mixers(model: nn.Module) -> Iterator[nn.Module]:
+def _mixers(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
+    """Modules with a convolution, and whether the rule comes after it; not those that scan."""
     for module in model.modules():
         forward = inspect.unwrap(type(module).forward)
         names = getattr(forward, "__globals__", {})
         used = getattr(getattr(forward, "__code__", None), "co_names", ())
-        if all(name in used and name in names for name in _REPLACED):
-            yield module
+        called = [name for name in used if name in names]
+        if _CONV in called and not any("scan" in name for name in called):
+            yield module, _RULE in called
 
 
 def document_numbers(cu_seqlens: torch.Tensor | None, num_rows: int, length: int) -> Any:
