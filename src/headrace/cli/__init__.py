@@ -91,7 +91,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _in_groups() -> bool:
     """Whether this process still belongs to others of a run."""
     distributed = sys.modules.get("torch.distributed")
-    return distributed is not None and bool(distributed.is_initialized())
+    if distributed is None or not distributed.is_available():
+        return False
+    return bool(distributed.is_initialized())
 
 
 def _run(verb: str, arguments: list[str]) -> int:
