@@ -126,9 +126,10 @@ class PieceEncoder:
                 pieces = _joined(pieces)
             out.append(self._first[pieces[0]])
             out += map(spaced, pieces[1:])
-        if out[-1][-len(self._after) :] != self._after:
-            out.append(self._after)
-        return np.frombuffer(b"".join(out), dtype=np.int32)
+        joined = b"".join(out)
+        if not joined.endswith(self._after):  # the library, too, ends a text once
+            joined += self._after
+        return np.frombuffer(joined, dtype=np.int32)
 
 
 _ODD = re.compile(r" [\t\r\n\v\f\x1c-\x1f]")
