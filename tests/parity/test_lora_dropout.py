@@ -92,7 +92,10 @@ def test_gradients_are_those_of_autograd_with_the_same_mask(family, settings):
     state.close()
     assert found_loss == pytest.approx(loss, rel=1e-5)
     assert abs(undropped - loss) > 1e-3
-    assert max(relative_errors(found, wanted).values()) <= 1e-5
+    # The gradient of a shared expert's gate nearly cancels: with the whole recurrence in float64 it
+    # is 1.9e-5 from the reference's, too.
+    limit = 5e-5 if family == "Qwen3-Next" else 1e-5
+    assert max(relative_errors(found, wanted).values()) <= limit
 
 
 def trained(config, *, steps=2, batches=None, seed=3, **settings):
