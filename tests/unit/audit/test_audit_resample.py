@@ -140,3 +140,15 @@ def test_max_t_steps_down():
         shift_p(2.3 - np.median(null[1]), null[1] - np.median(null[1])), abs=5e-3
     )
     assert second >= first
+
+
+@pytest.mark.parametrize("unit", [1e-9, 1.0, 1e9])
+def test_the_error_of_a_ratio_does_not_depend_on_the_unit(unit):
+    rng = np.random.default_rng(0)
+    y = rng.standard_normal(400)
+    gain = 0.1 * y + rng.standard_normal(400)
+    plain = date_block_ratio(gain * y, y**2, np.arange(400), length=5)
+    scaled_up = date_block_ratio(gain * y * unit**2, (y * unit) ** 2, np.arange(400), length=5)
+    assert scaled_up.value == pytest.approx(plain.value, rel=1e-12)
+    assert scaled_up.se == pytest.approx(plain.se, rel=1e-12)
+    assert scaled_up.p_above() == pytest.approx(plain.p_above(), rel=1e-9)
