@@ -101,8 +101,8 @@ def date_block_ratio(
     se = np.nan
     if count >= min_blocks:
         se = float(np.sqrt(count / (count - 1) * (residual**2).sum()) / below.sum())
-    # Rounding of a sum that is exactly zero must not look like a tiny, certain effect. The bound is in
-    # the ratio's own unit: that of the numerator alone called every error of large targets zero.
+    # Rounding of a sum that is exactly zero must not look like a tiny, certain effect. The bound
+    # is in the ratio's own unit: the numerator's alone called every error of large targets zero.
     if se <= 1e-12 * float(np.abs(numerator).max()) / float(np.abs(denominator).mean()):
         se = 0.0
     return Estimate(
