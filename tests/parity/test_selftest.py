@@ -200,9 +200,9 @@ def test_other_class_is_tested_before_it_trains(cache):
 
 
 def test_class_that_fails_does_not_train(cache):
-    """StableLM's layers drop what tells documents apart."""
-    spec = ModelSpec(config_of("stablelm"))
-    with pytest.raises(ModelRefusedError, match=r"StableLmForCausalLM .*packed rows"):
+    """Mamba 2 scans over whole rows, whatever documents are in them."""
+    spec = ModelSpec(AutoConfig.for_model("mamba2"))
+    with pytest.raises(ModelRefusedError, match=r"Mamba2ForCausalLM .*packed rows"):
         selftest_run.require_proof(spec)
 
 
