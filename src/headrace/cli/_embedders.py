@@ -59,6 +59,14 @@ class Embedder:
 def _tokenizer(model: str) -> Any:
     from transformers import AutoTokenizer
 
+    folder = Path(model)
+    if folder.is_absolute() or model.startswith(".") or folder.is_dir():  # no name on a hub
+        files = ("config.json", "adapter_config.json")
+        if not any((folder / name).is_file() for name in files):
+            raise ConfigError(
+                f"no model at {model!r}: it holds neither {' nor '.join(files)}",
+                remedy="give the folder that headrace export or save_pretrained wrote",
+            )
     try:
         return AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:

@@ -241,3 +241,17 @@ def test_an_adapter_folder_is_embedded_with_its_adapter(tokenizer, tmp_path):
     with torch.no_grad():
         hidden = adapted.merge_and_unload().model(ids).last_hidden_state[0, -1]
     np.testing.assert_allclose(found["lora"][1][0], hidden, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [".", "empty", "missing/folder"])
+def test_a_folder_without_a_model_is_refused_without_asking_a_hub(tmp_path, monkeypatch, name):
+    def asked(*_args, **_kwargs):
+        raise AssertionError("asked a hub")
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", asked)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="holds neither config.json"):
+        plain_embedder(
+            str(tmp_path / name), layer=-1, device="cpu", dtype="float32", attention="eager",
+            untrained=None,
+        )  # fmt: skip
