@@ -16,7 +16,7 @@ PACKED = torch.tensor([0, 1, 128, 200, 250, 384, 400, 400], dtype=torch.int32)
 def _eager(monkeypatch):
     """torch refuses gradients on the CPU, although its plain implementation has them."""
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
-    monkeypatch.setattr(attention_flex, "_kernel", lambda _: attention_flex._flex)
+    monkeypatch.setattr(attention_flex, "_compiled_kernel", lambda: flex_attention.flex_attention)
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
 
 
@@ -52,43 +52,6 @@ def test_results_and_gradients_are_those_by_document(
     gradients = [torch.autograd.grad((out * weights).sum(), leaves) for out in (got, wanted)]
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-
-
-# Of torch's own: it makes instances of autograd functions while tracing, and scripts on import.
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # the compiler looks at all
-@pytest.mark.parametrize("compiled_kernel", [False, True])
-def test_one_operator_in_a_compiled_layer(monkeypatch, sinks, compiled_kernel):
-    """And a kernel compiled by itself inside of it."""
-    if compiled_kernel:  # eager operators: the CPU has no backward of the fused one
-
-        def kernel(_kind):
-            plain = attention_flex._flex
-            return torch.compile(plain, backend="eager", dynamic=False)
-
-        monkeypatch.setattr(attention_flex, "_kernel", kernel)
-    *tensors, sinks_H = inputs(2)
-    options = {"scaling": None, "window": 17, "softcap": 3.0, "sinks_H": sinks_H if sinks else None}
-
-    def layer(*given):
-        return attention_flex.attend_flex(*given, PACKED, **options) * 2.0
-
-    graphs = []
-
-    def backend(graph, _):
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(layer, fullgraph=True, backend=backend)
-    weights = torch.linspace(-1, 1, B * H * T * V).view(B, H, T, V)
-    leaves = [*tensors, sinks_H] if sinks else tensors
-    got, wanted = compiled(*tensors), layer(*tensors)
-    torch.testing.assert_close(got, wanted)
-    gradients = [torch.autograd.grad((out * weights).sum(), leaves) for out in (got, wanted)]
-    for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other)
-    assert any("flex_attention_v1" in str(node.target) for node in graphs[0].graph.nodes)
 
 
 @pytest.mark.parametrize("cu_seqlens", [None, PACKED], ids=["rows", "packed"])

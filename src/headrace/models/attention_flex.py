@@ -5,10 +5,6 @@ on block indices: no dense mask is ever made. Sinks need no kernel of their own:
 logarithm of the softmax's denominator, a score ``s`` without value scales the output by
 ``sigmoid(lse - s)``.
 
-Inside a compiled layer it is one operator, which calls a kernel compiled by itself: lowered within
-the layer's graph, with a mask that the graph computes, torch 2.11 fails. Its backward runs the
-kernel's forward again.
-
 Shape legend: B rows, H query heads, K key/value heads, T positions, E head size of queries and
 keys, V head size of values, N tokens = B * T, Q blocks of 128 tokens.
 """
@@ -20,9 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional as F  # noqa: N812 - its name everywhere
-
-from headrace.models.compiling import own_code
-from headrace.models.recording import recording
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,24 +40,6 @@ def attend_flex(
     Returns:
         ``(B, H, T, V)``.
     """
-    if torch.compiler.is_compiling():
-        out_BHTV: torch.Tensor = torch.ops.headrace.flex_attention_v1(
-            query_BHTE, key_BKTE, value_BKTV, cu_seqlens, sinks_H, scaling, window, softcap
-        )
-        return out_BHTV
-    return _attend(query_BHTE, key_BKTE, value_BKTV, cu_seqlens, sinks_H, scaling, window, softcap)
-
-
-def _attend(  # noqa: PLR0917 - as the operator
-    query_BHTE: torch.Tensor,
-    key_BKTE: torch.Tensor,
-    value_BKTV: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
-    sinks_H: torch.Tensor | None,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None,
-) -> torch.Tensor:
     B, H, T, E = query_BHTE.shape
     V = value_BKTV.shape[3]
     document_N = document_numbers(cu_seqlens, B, T, query_BHTE.device)
@@ -74,16 +49,18 @@ def _attend(  # noqa: PLR0917 - as the operator
     if padding:  # the kernels want whole blocks; padding is a document of its own
         joined = [F.pad(t, (0, 0, 0, padding)) for t in joined]
         document_N = F.pad(document_N, (0, padding), value=-1)
-    shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in joined)
-    out_1HNV, lse_1HN = _kernel((shapes, softcap, window, torch.is_grad_enabled()))(
+    from torch.nn.attention.flex_attention import AuxRequest  # noqa: PLC0415 - CUDA only
+
+    out_1HNV, more = _kernel()(
         *joined,
-        _soft_cap(softcap),
-        block_mask(document_N, window),
-        E**-0.5 if scaling is None else scaling,
-        key_BKTE.shape[1] != H,
+        score_mod=_soft_cap(softcap),
+        block_mask=block_mask(document_N, window),
+        scale=E**-0.5 if scaling is None else scaling,
+        enable_gqa=key_BKTE.shape[1] != H,
+        return_aux=AuxRequest(lse=True),
     )
     if sinks_H is not None:
-        kept_1HN = torch.sigmoid(lse_1HN - sinks_H.float()[None, :, None])
+        kept_1HN = torch.sigmoid(more.lse - sinks_H.float()[None, :, None])
         out_1HNV = out_1HNV * kept_1HN[..., None].to(out_1HNV.dtype)
     out_HNV: torch.Tensor = out_1HNV[0, :, : B * T, :V]
     return out_HNV.reshape(H, B, T, -1).transpose(0, 1)
@@ -151,120 +128,18 @@ def _soft_cap(softcap: float | None) -> Callable[..., torch.Tensor] | None:
     return cap
 
 
-def _flex(  # noqa: PLR0917 - what is compiled takes no keywords
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    score_mod: Callable[..., torch.Tensor] | None,
-    mask: Any,
-    scale: float,
-    enable_gqa: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention and the logarithm of each softmax's denominator."""
-    from torch.nn.attention.flex_attention import (  # noqa: PLC0415 - CUDA only
-        AuxRequest,
-        flex_attention,
-    )
+def _kernel() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention  # noqa: PLC0415 - CUDA only
 
-    out, more = flex_attention(
-        query,
-        key,
-        value,
-        score_mod=score_mod,
-        block_mask=mask,
-        scale=scale,
-        enable_gqa=enable_gqa,
-        return_aux=AuxRequest(lse=True),
-    )
-    assert more.lse is not None
-    return out, more.lse
+    # Inside a compiled layer it is part of the layer's graph. Alone it must be compiled: run
+    # eagerly it would make every score.
+    kernel: Callable[..., Any] = flex_attention
+    return kernel if torch.compiler.is_compiling() else _compiled_kernel()
 
 
 @functools.cache
-def _kernel(kind: tuple[Any, ...]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """Compiled, for calls of one ``kind``: run eagerly it would make every score.
+def _compiled_kernel() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention  # noqa: PLC0415 - CUDA only
 
-    Each kind has a code object of its own, for the compiler keeps eight graphs of one at most.
-    """
-    del kind
-    compiled: Callable[..., tuple[torch.Tensor, torch.Tensor]] = torch.compile(
-        own_code(_flex, "flex_attention"), fullgraph=True, dynamic=False
-    )
+    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=False)
     return compiled
-
-
-# The version is part of the name: a compiled graph may outlive the code that made it.
-@torch.library.custom_op("headrace::flex_attention_v1", mutates_args=())
-def _forward(  # noqa: PLR0917 - an operator takes no keywords
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None,
-) -> torch.Tensor:
-    with recording(), torch.no_grad():
-        out = _attend(query, key, value, cu_seqlens, sinks, scaling, window, softcap)
-    return out.contiguous()
-
-
-@torch.library.custom_op("headrace::flex_attention_backward_v1", mutates_args=())
-def _backward(  # noqa: PLR0917 - an operator takes no keywords
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None,
-) -> list[torch.Tensor]:
-    given = [query, key, value] if sinks is None else [query, key, value, sinks]
-    leaves = [tensor.detach().clone().requires_grad_() for tensor in given]
-    with recording():
-        q, k, v, *learned = leaves
-        sinks_H = learned[0] if learned else None
-        out = _attend(q, k, v, cu_seqlens, sinks_H, scaling, window, softcap)
-        found = torch.autograd.grad(out, leaves, grad)
-    return [gradient.contiguous() for gradient in found]
-
-
-@_forward.register_fake
-def _(
-    query: torch.Tensor, _key: torch.Tensor, value: torch.Tensor, *_: Any
-) -> torch.Tensor:  # fmt: skip
-    return query.new_empty(*query.shape[:3], value.shape[3])
-
-
-@_backward.register_fake
-def _(
-    _grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    _cu_seqlens: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    *_: Any,
-) -> list[torch.Tensor]:
-    given = [query, key, value] if sinks is None else [query, key, value, sinks]
-    return [tensor.new_empty(tensor.shape) for tensor in given]
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    del output
-    ctx.save_for_backward(*inputs[:5])
-    ctx.settings = inputs[5:]
-
-
-def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    found = torch.ops.headrace.flex_attention_backward_v1(
-        grad.contiguous(), *ctx.saved_tensors, *ctx.settings
-    )
-    query, key, value, *sinks = found
-    return query, key, value, None, sinks[0] if sinks else None, None, None, None
-
-
-_forward.register_autograd(_gradients, setup_context=_save)

@@ -217,7 +217,7 @@ _SAVED_OPERATORS = (
     "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "torch_attn::_varlen_attn",
-    "headrace::flex_attention_v1",
+    "flex_attention",
     "aten::topk",
     "aten::sort",
 )
