@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from headrace.engine.host_optimizer import HostOptimizer
 from headrace.engine.passes import Passes
-from headrace.errors import CapacityError, DamagedCheckpointError, HeadraceError, LaneError
+from headrace.errors import CapacityError, CheckpointError, HeadraceError, LaneError
 from headrace.store.checkpoint import latest_checkpoint
 from headrace.store.host_memory import host_memory
 from headrace.trainer import failures, prepare, train
@@ -128,16 +128,22 @@ def test_a_damaged_checkpoint_is_passed_over(make_config, tmp_path, capsys, capl
     assert names == {"checkpoint-4", "checkpoint-6", "checkpoint-8"} | kept
 
 
-def test_the_only_checkpoint_is_damaged(run_config, tmp_path):
+@pytest.mark.parametrize("file", ["model.safetensors", "headrace.json", "tokenizer.json"])
+def test_the_only_checkpoint_is_damaged(run_config, tmp_path, file):
     """Nothing begins anew by itself, and nothing is renamed."""
     path = run_config(**SAVES | {"save_steps": 8}).checkpoint
-    flip_last_bit(path / "model.safetensors")
-    with pytest.raises(DamagedCheckpointError, match="has changed") as caught:
+    flip_last_bit(path / file)
+    rows = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    with pytest.raises(CheckpointError, match="checkpoint-8") as caught:
         run_config(**SAVES, resume_from_checkpoint="auto")
-    assert "copy it again" in caught.value.remedy
-    with pytest.raises(DamagedCheckpointError, match="has changed"):
+    assert "copy" in caught.value.remedy
+    with pytest.raises(CheckpointError):
         run_config(output_dir=str(tmp_path / "other"), resume_from_checkpoint=str(path))
     assert [p.name for p in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-8"]
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == rows
+    keys = {"resume_from_checkpoint": "auto", "overwrite_output_dir": True, "max_steps": 2}
+    if file != "model.safetensors":  # else it is still taken for whole
+        assert run_config(**keys).step == 2
 
 
 @pytest.mark.parametrize(

@@ -118,12 +118,15 @@ def choose_checkpoint(config: TrainConfig) -> Path | None:
     """The checkpoint a run starts from, or ``None`` for a new run.
 
     Raises:
-        CheckpointError: the path given is no complete checkpoint.
+        CheckpointError: the path given is no complete checkpoint, or none that is there is one.
         ConfigError: a new run would mix with the checkpoints of an earlier one.
     """
     wanted = config.resume_from_checkpoint
     if wanted == "auto":
-        return latest_checkpoint(config.output_dir)
+        found = latest_checkpoint(config.output_dir)
+        if found is None:
+            _refuse_forgetting(list_checkpoints(config.output_dir), config)
+        return found
     if isinstance(wanted, str):
         path = Path(wanted).expanduser()
         if (problem := find_problem(path)) is not None:
@@ -176,6 +179,16 @@ def _refuse_mixing(others: list[Path], config: TrainConfig) -> None:
             f"{config.output_dir} holds {others[-1].name} of an earlier run",
             remedy="resume_from_checkpoint=auto goes on with it, overwrite_output_dir=true deletes "
             "it, another output_dir keeps both",
+        )
+
+
+def _refuse_forgetting(others: list[Path], config: TrainConfig) -> None:
+    """Refuse to begin anew where every checkpoint of an earlier run is damaged."""
+    if others and not config.overwrite_output_dir:
+        raise CheckpointError(
+            f"resume_from_checkpoint: auto finds no whole checkpoint in {config.output_dir}; "
+            f"{others[-1].name}: {find_problem(others[-1])}",
+            remedy="restore it from a copy; overwrite_output_dir=true deletes it and begins anew",
         )
 
 
