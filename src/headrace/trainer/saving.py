@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from headrace.trainer.config import TrainConfig
     from headrace.trainer.resume import Progress
 
+_GIVING_UP_SECONDS = 2.0  # a unit's copy, while other ranks hang in the step that failed
+
 
 def spare_bytes(config: TrainConfig, layouts: Sequence[UnitLayout], *, num_ranks: int = 1) -> int:
     """Host memory that a rank's save may take for units that change before they were written."""
@@ -172,9 +174,13 @@ class Saver:
     def close(self, *, give_up: bool) -> None:
         """End the save that is under way: completed, or given up at its next unit.
 
-        Of several ranks, given up: others may not send theirs any more.
+        Of several ranks, given up: others may not send theirs any more. What waits for one of them
+        does not read the state, and is left waiting.
         """
         if self._ranks.size > 1:
+            if self._snapshot is not None and self._thread is not None:
+                self._snapshot.give_up()
+                self._thread.join(timeout=_GIVING_UP_SECONDS)
             return
         if self._snapshot is not None and give_up:
             self._snapshot.give_up()
