@@ -15,16 +15,25 @@ from crew import environment, free_port
 pytestmark = pytest.mark.multirank
 
 PATIENCE = 120.0
-# A run whose rank 1 fails in its third step.
+# A run one of whose ranks fails in its third step, while a checkpoint is being written.
 FAILING = """
-import os, sys
-from headrace.engine import Engine
+import os, sys, time
 from headrace.cli import main
+from headrace.engine import Engine
+from headrace.errors import CapacityError
+from headrace.store.gathered import GatheredSource
+
+gather = GatheredSource._gather
+def slowly(self, unit):
+    time.sleep(0.5)
+    return gather(self, unit)
+GatheredSource._gather = slowly
 
 step = Engine.step
 def failing(self, *arguments, **settings):
-    if os.environ["RANK"] == "1" and self.state.optimizer_step == 2:
-        raise OSError("the disk of rank 1 is gone")
+    fails = self.ranks.rank == int(os.environ["FAILS"])
+    if self.ranks.size == 2 and fails and self.state.optimizer_step == 2:  # not in the self-test
+        raise CapacityError("the memory is gone")
     return step(self, *arguments, **settings)
 Engine.step = failing
 main(["train", sys.argv[1]])
@@ -117,13 +126,19 @@ def test_a_signal_to_the_last_rank_saves_and_ends_all(config_file, started, tmp_
     assert (tmp_path / "run" / f"checkpoint-{record['sessions'][0]['last_step']}").is_dir()
 
 
-def test_a_rank_that_fails_ends_the_others_with_its_reason(config_file, started, tmp_path):
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_ends_the_others_with_its_reason(
+    config_file, started, tmp_path, monkeypatch, rank
+):
+    """And its exit code, also where it keeps the store they meet at; a save is under way."""
+    monkeypatch.setenv("FAILS", str(rank))
     script = tmp_path / "failing.py"
     script.write_text(FAILING)
-    processes = started(script, config_file())
+    saves = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
+    processes = started(script, config_file(async_save_memory=2**30, **saves))
     codes, outputs = ends(processes)
-    assert codes == [1, 1], outputs
-    assert "rank 1 failed: OSError('the disk of rank 1 is gone')" in outputs[0]
+    assert codes == [3, 3], outputs
+    assert f"rank {rank} failed: the memory is gone" in outputs[1 - rank]
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed"
 
 

@@ -8,6 +8,7 @@ and ends the process. Makes no collective call itself.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 60.0
 GRACE_SECONDS = 15.0
+HEARD_SECONDS = 5 * BEAT_SECONDS
 _SIGNAL = signal.SIGRTMIN + 1
 _FAILED = "failed"
 
@@ -86,10 +88,25 @@ class Watch:
         try:
             with self._use:
                 first = json.loads(self._store.compare_set(_FAILED, "", told))
+                self._store.set(f"heard/{self._rank}", "")
         except (RuntimeError, ValueError):
             return error  # the store is gone, and so are the others
         self._last_resort(f"rank {self._rank}: {error}")
-        return error if first["rank"] == self._rank else _reason(first)
+        if first["rank"] != self._rank:
+            return _reason(first)
+        self._wait_until_heard()
+        return error
+
+    def _wait_until_heard(self) -> None:
+        """The store ends with the process that keeps it: the others read the reason before."""
+        others = [f"heard/{rank}" for rank in range(self._size) if rank != self._rank]
+        deadline = time.monotonic() + HEARD_SECONDS
+        with contextlib.suppress(RuntimeError):
+            while time.monotonic() < deadline:
+                with self._use:
+                    if self._store.check(others):
+                        return
+                time.sleep(BEAT_SECONDS / 10)
 
     def close(self, *, failed: bool) -> None:
         """Watch no longer; after a failure the process still ends within a bound."""
@@ -108,6 +125,8 @@ class Watch:
                 with self._use:
                     self._store.set(f"beat/{self._rank}", str(number))
                     found = json.loads(self._store.get(_FAILED)) if self._is_set(_FAILED) else None
+                    if found is not None:
+                        self._store.set(f"heard/{self._rank}", "")
                     silent = self._silent(beats)
             except (RuntimeError, ValueError):
                 if self._ended.is_set():
