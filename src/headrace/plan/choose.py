@@ -149,6 +149,16 @@ def _candidates(
             machine,
             features,
         )
+    for tokens in (job.tokens_per_step // 2, job.tokens_per_step // 4, job.tokens_per_step // 8):
+        if tokens >= job.micro_batch_tokens * machine.num_gpus:
+            yield (
+                f"{tokens} tokens a step, fewer gradient_accumulation_steps",
+                f"--tokens-per-step {tokens}",
+                True,
+                replace(job, tokens_per_step=tokens),
+                machine,
+                features,
+            )
     for length in (job.max_length // 2, job.max_length // 4, job.max_length // 8):
         if length >= 512:
             yield (

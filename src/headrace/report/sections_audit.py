@@ -65,7 +65,7 @@ def around_cutoff(audit: Node, quantities: Quantities) -> Section:
                     number(quantities[f"{key}.after"].value),
                     contrast.written(),
                     _tested(contrast),
-                    number(node.number("detectable")),
+                    number(node.number("detectable") or None),
                 ]
             )
     if rows:
@@ -79,7 +79,8 @@ def around_cutoff(audit: Node, quantities: Quantities) -> Section:
                 numeric=frozenset({2, 3, 4, 5, 6}),
                 caption=f"Gains over {' or '.join(references)}, as shares of the target's "
                 "variance. Difference: before minus after, p one-sided. Detectable: the contrast "
-                "that would have been seen with 80% probability.",
+                "that would have been seen with 80% probability; none where a channel predicts "
+                "nothing.",
             )
         )  # fmt: skip
     else:
