@@ -146,6 +146,11 @@ def _gradient_checkpointing(value: Any) -> dict[str, Any]:
     return {"engine": {"activations": "recompute" if value else "keep"}}
 
 
+def _never(key: str) -> Callable[[Any], dict[str, Any]]:
+    """YAML reads an unquoted ``no`` as false."""
+    return lambda value: {key: "no" if value is False else value}
+
+
 def _deterministic(value: Any) -> dict[str, Any]:
     return {"engine": {"deterministic": True}} if value else {}
 
@@ -194,6 +199,8 @@ def _lora_target(value: Any) -> dict[str, Any]:
 CONVERTED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "bf16": _bf16,
     "gradient_checkpointing": _gradient_checkpointing,
+    "save_strategy": _never("save_strategy"),
+    "eval_strategy": _never("eval_strategy"),
     "deterministic": _deterministic,
     "full_determinism": _deterministic,
     "use_cpu": _use_cpu,

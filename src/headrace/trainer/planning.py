@@ -57,7 +57,7 @@ NO_EFFECT = frozenset(
         # rows are planned full
         "packing_strategy", "excess_length", "pad_to_multiple_of", "dataloader_drop_last",
         # of engine: pieces of what is counted, checks, and what is written beside
-        "chunk_bytes", "update_threads", "compile_backend", "deterministic",
+        "chunk_bytes", "update_threads", "update_order", "compile_backend", "deterministic",
         "lane_timeout_seconds", "poison_slots", "lane_jitter_seconds", "trace",
     }
 )  # fmt: skip

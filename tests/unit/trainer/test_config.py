@@ -308,6 +308,14 @@ def test_determinism_goes_by_the_names_of_others(name):
     assert not resolve(BASE | {name: False})[0].engine.deterministic
 
 
+@pytest.mark.parametrize("name", ["save_strategy", "eval_strategy"])
+def test_an_unquoted_no_is_the_word(name):
+    config, notes = resolve(BASE | {name: False})
+    assert getattr(config, name) == "no"
+    assert any(note.startswith(f"{name}: False -> ") for note in notes)
+    assert not any(note.startswith(name) for note in resolve(BASE | {name: "no"})[1])
+
+
 def test_the_schema_describes_every_key():
     schema = json.loads(json.dumps(json_schema()))
     assert schema["additionalProperties"] is False
