@@ -99,15 +99,16 @@ def test_tied_weights_are_saved_once(run_config, tiny_model, tmp_path):
 def test_index_and_files_agree_after_a_save_with_fewer_shards(run_config, tmp_path, monkeypatch):
     from headrace.store import checkpoint as store  # noqa: PLC0415 - its constant is replaced
 
+    keys = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
     with monkeypatch.context() as small:
         small.setattr(store, "SHARD_BYTES", 20_000)
-        sharded = run_config(max_steps=2)
+        sharded = run_config(**keys)
     files = sorted(p.name for p in sharded.checkpoint.glob("model*"))
     assert len(files) > 2
     model = AutoModelForCausalLM.from_pretrained(sharded.checkpoint)
     # The same step again with one shard: nothing of the shards is left.
     os.truncate(sharded.checkpoint / "headrace.json", 0)
-    again = run_config(max_steps=2, resume_from_checkpoint="auto")
+    again = run_config(**keys, resume_from_checkpoint="auto")
     assert again.checkpoint == sharded.checkpoint
     assert sorted(p.name for p in again.checkpoint.glob("model*")) == ["model.safetensors"]
     keys = set(load_file(again.checkpoint / "model.safetensors"))
