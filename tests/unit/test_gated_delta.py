@@ -55,22 +55,27 @@ def relative(found, wanted):
     return float(((found - wanted).norm() / wanted.norm()).detach())
 
 
+def check_documents(out, tensors, lengths, *, bound):
+    """Values and gradients of ``out`` are those of the documents alone, one after another."""
+    pieces = []
+    for start, stop in itertools.pairwise(itertools.accumulate(lengths, initial=0)):
+        here = [t[:, start:stop] for t in tensors]
+        pieces.append(run(plain.torch_chunk_gated_delta_rule, here))
+    wanted = torch.cat(pieces, dim=1)
+    assert relative(out, wanted) < bound
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(9))
+    found = torch.autograd.grad(out, tensors, upstream)
+    reference = torch.autograd.grad(wanted, tensors, upstream)
+    assert max(relative(a, b) for a, b in zip(found, reference, strict=True)) < 1e-5
+
+
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("lengths", CUTS.values(), ids=CUTS)
 def test_recurrence_begins_anew_with_every_document(lengths, rows):
     total = sum(lengths)
     tensors = inputs(rows, total)
     out = run(chunk_gated_delta_rule, tensors, cu_seqlens=bounds_of(lengths, rows))
-    pieces = []
-    for start, stop in itertools.pairwise(itertools.accumulate(lengths, initial=0)):
-        here = [t[:, start:stop] for t in tensors]
-        pieces.append(run(plain.torch_chunk_gated_delta_rule, here))
-    wanted = torch.cat(pieces, dim=1)
-    assert relative(out, wanted) < 2e-6
-    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(9))
-    found = torch.autograd.grad(out, tensors, upstream)
-    reference = torch.autograd.grad(wanted, tensors, upstream)
-    assert max(relative(a, b) for a, b in zip(found, reference, strict=True)) < 1e-5
+    check_documents(out, tensors, lengths, bound=2e-6)
 
 
 def test_without_boundaries_a_row_is_one_document():
@@ -166,16 +171,7 @@ def test_long_rows_of_many_documents():
     lengths = (300, 1, 16, 500, 207, 130)
     tensors = inputs(1, sum(lengths))
     out = run(chunk_gated_delta_rule, tensors, cu_seqlens=bounds_of(lengths), chunk_size=16)
-    pieces = []
-    for start, stop in itertools.pairwise(itertools.accumulate(lengths, initial=0)):
-        here = [t[:, start:stop] for t in tensors]
-        pieces.append(run(plain.torch_chunk_gated_delta_rule, here))
-    wanted = torch.cat(pieces, dim=1)
-    assert relative(out, wanted) < 1e-6
-    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(9))
-    found = torch.autograd.grad(out, tensors, upstream)
-    reference = torch.autograd.grad(wanted, tensors, upstream)
-    assert max(relative(a, b) for a, b in zip(found, reference, strict=True)) < 1e-5
+    check_documents(out, tensors, lengths, bound=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["random", "equal keys"])

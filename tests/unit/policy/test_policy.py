@@ -125,14 +125,11 @@ def test_weights_are_updated_first_where_the_host_binds(qwen3_4b):
     assert auto.config.update_order == "weights_first"
     assert together.config.update_order == "together"
     assert auto.time.seconds < 0.9 * together.time.seconds
-    bound = predict_step(
-        qwen3_4b, replace(auto.config, update_order="weights_first"),
-        Workload(tokens=4096, micro_batches=1, sequence_length=4096, rows=1), RATES,
-    )  # fmt: skip
-    whole = predict_step(
-        qwen3_4b, replace(auto.config, update_order="together"),
-        Workload(tokens=4096, micro_batches=1, sequence_length=4096, rows=1), RATES,
-    )  # fmt: skip
+    few = Workload(tokens=4096, micro_batches=1, sequence_length=4096, rows=1)
+    bound, whole = (
+        predict_step(qwen3_4b, replace(auto.config, update_order=order), few, RATES)
+        for order in ("weights_first", "together")
+    )
     assert bound.seconds > whole.seconds
 
 
