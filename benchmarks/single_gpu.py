@@ -41,6 +41,7 @@ KINDS = {
     "agreement": ("benchmarks.cases.agreement", "agreement_case"),
     "start": ("benchmarks.cases.start", "start_case"),
     "experts": ("benchmarks.cases.experts", "experts_case"),
+    "recompute": ("benchmarks.cases.recompute", "recompute_case"),
     "families": ("benchmarks.cases.families", "families_case"),
     "hybrid": ("benchmarks.cases.hybrid", "hybrid_case"),
 }

@@ -151,6 +151,11 @@ MODELS = [
              options={"recompute_layers": 0}, seconds=100),
 ]  # fmt: skip
 
+RECOMPUTE = [
+    Case(name="recompute-14b", kind="recompute", arguments={"model": "14b"}, seconds=80),
+    Case(name="recompute-8b", kind="recompute", arguments={"model": "8b", "rows": 8}, seconds=80),
+]
+
 _SMALL = {"model": "smoke", "tokens": 256, "sequence": 64, "steps": 1}
 
 SMOKE = [
@@ -173,6 +178,8 @@ SMOKE = [
           warm_up=2, learning_rate=1e-2),
     smoke("start", "start", model="smoke", tokens=256, sequence=64),
     smoke("experts", "experts", model="smoke-moe", num_layers=2, rows=2, sequence=64, repeats=1),
+    smoke("recompute", "recompute", model="smoke", num_layers=1, rows=2, sequence=64, repeats=1,
+          turns=1),
     smoke("families", "families", names=["Qwen3-MoE"], compiled=False),
     smoke("hybrid", "hybrid", tokens=200, documents=3, heads=2, size=16, repeats=1,
           compiled=False),
@@ -204,6 +211,7 @@ SUITES: dict[str, list[Case]] = {
     "packing": [PARITY, headrace("8b", 32 * K), PACKED],
     "curve": CURVE,
     "models": MODELS,
+    "recompute": RECOMPUTE,
     "profile": [
         CEILINGS,
         headrace("8b", 32 * K, name="profile-8b-32k", trace="trace-8b-32k.json"),

@@ -166,6 +166,11 @@ class Layers:
                 )  # fmt: skip
                 self._sum.finish()
 
+    @property
+    def gradient(self) -> torch.Tensor:
+        """A copy of what the last pass left: the first layer's, float32, in layout order."""
+        return self._sum.flat.clone()
+
     def compile_counts(self) -> dict[str, Any] | None:
         """Graphs, and calls that ran eagerly, with their reasons."""
         if self._compiler is None:

@@ -171,9 +171,11 @@ def test_on_cuda_the_choice_replaces_the_search(config_file, monkeypatch):
     engine = place_module.place(config, spec, device, lines.append)
     assert {name: getattr(engine, name) for name in tune_file.CHOSEN} == record.engine
     assert f"the rates in {config.tune_file}" in lines[-1]
+    assert "layers recompute (without mlp.down_proj), " in lines[-1]
 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "another card")
     engine = place_module.place(config, spec, device, lines.append)
     assert engine.recompute_layers == 0
     assert "machine.gpu was 'a card' and is 'another card'" in lines[-2]
     assert "typical rates" in lines[-1]
+    assert "layers recompute, " in lines[-1]

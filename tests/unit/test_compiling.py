@@ -86,6 +86,18 @@ def test_what_no_graph_can_do_runs_what_was_given_for_it(compiler, capsys):
     assert compiler.counts.graphs == 0
 
 
+def test_another_compiled_function_may_stand_in_and_counts_for_itself(compiler, caplog):
+    other = compiler.compile(functools.partial(shifted, 1.0), "other")
+    call = compiler.compile(graph_breaks, "printing", eager=other)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert call(torch.zeros(())) == 1.0
+    assert compiler.counts.row() == {"graphs": 1, "recompilations": 0, "eager_calls": 0}
+    said = [r.getMessage() for r in caplog.records if r.name == "headrace.models.compiling"]
+    assert len(said) == 1
+    assert said[0].startswith("printing runs as other, which is slower")
+
+
 def test_no_memory_to_compile_is_no_reason_to_run_eagerly():
     """The trainer tries such a step again with smaller waves."""
     compiler = Compiler("test_out_of_memory")
@@ -107,12 +119,12 @@ def test_what_was_compiled_is_found_on_the_disk_again(tmp_path, monkeypatch):
     from torch._inductor import config  # noqa: PLC0415 - slow, here alone
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(config, "compile_threads", 1)
     x = torch.ones(8)
     for found in ("fxgraph_cache_miss", "fxgraph_cache_hit"):
         torch._dynamo.reset()
         counters.clear()
         compiler = Compiler("inductor")
-        assert torch.equal(compiler.compile(twice, "doubled")(x, {"double": x}), 2.0 * x)
+        with config.patch(compile_threads=1):  # a monkeypatch would take the setting away
+            assert torch.equal(compiler.compile(twice, "doubled")(x, {"double": x}), 2.0 * x)
         assert counters["inductor"][found] == 1
         assert compiler.counts.row() == {"graphs": 1, "recompilations": 0, "eager_calls": 0}

@@ -241,6 +241,7 @@ class Passes:
                     record.input_BTD,
                     arguments,
                     keep=False,
+                    again=True,
                     sums=sums,
                     seeds_B=record.seeds_B,
                 )

@@ -86,7 +86,8 @@ class Compiler:
         Args:
             function: of tensors and containers of them, or a partial of one.
             name: what its code is called in profiles and messages.
-            eager: what runs instead where it cannot be compiled; ``function`` by default.
+            eager: what runs instead where it cannot be compiled; ``function`` by default. May be
+                compiled itself.
             patches: of ``torch._dynamo.config`` while it is called.
         """
         compiled = torch.compile(
@@ -115,7 +116,7 @@ class _CompiledFunction:
     ) -> None:
         self._compiled = compiled
         self._eager = eager
-        self._name = name
+        self.name = name
         self._counts = counts
         self._patches = patches
         self._ways: set[Any] = set()  # of calling it, that have a graph
@@ -126,7 +127,7 @@ class _CompiledFunction:
         if self._failed or self._too_many:
             reason = self._failed.get(way(args)) or self._too_many.get((way(args), shapes(args)))
             if reason is not None:
-                return self._run_eagerly(reason, args)
+                return self._run_instead(reason, args)
         graphs = self._counts.graphs
         try:
             with self._patched():
@@ -146,11 +147,17 @@ class _CompiledFunction:
             return result
         # Outside of the handler: its traceback would keep the tensors of the trace.
         if reason not in self._counts.eager_calls:
-            _logger.warning("%s runs eagerly, which is slower: %s", self._name, reason)
-        return self._run_eagerly(reason, args)
+            _logger.warning("%s runs %s, which is slower: %s", self.name, self._instead, reason)
+        return self._run_instead(reason, args)
 
-    def _run_eagerly(self, reason: str, args: tuple[Any, ...]) -> Any:
-        self._counts.eager_calls[reason] = self._counts.eager_calls.get(reason, 0) + 1
+    @property
+    def _instead(self) -> str:
+        other = self._eager
+        return f"as {other.name}" if isinstance(other, _CompiledFunction) else "eagerly"
+
+    def _run_instead(self, reason: str, args: tuple[Any, ...]) -> Any:
+        if not isinstance(self._eager, _CompiledFunction):  # which counts its own
+            self._counts.eager_calls[reason] = self._counts.eager_calls.get(reason, 0) + 1
         return self._eager(*args)
 
     def _patched(self) -> contextlib.AbstractContextManager[Any]:

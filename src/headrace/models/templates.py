@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch.utils.checkpoint import (
@@ -25,6 +25,7 @@ from headrace.models.dropout import seed_names
 from headrace.models.routing import RouterOutput, watch_routers
 from headrace.models.structure import structure
 from headrace.models.summing import bindings, handles_for, sum_in_place
+from headrace.models.unread import unread
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -70,9 +71,10 @@ _Call = Callable[..., tuple[tuple[torch.Tensor, ...], ...]]
 
 
 class _Calls(NamedTuple):
-    """One structure's layer call: for a graph that is kept, and for everything else."""
+    """One structure's layer call: for a graph that is kept, for recompute, for everything else."""
 
     kept: _Call
+    again: _Call
     plain: _Call
 
 
@@ -91,8 +93,12 @@ class Templates:
     """The layer templates of one model.
 
     Attributes:
+        leaves_out: compiled recompute leaves out what no gradient needs; turned off by who
+            compares with it.
         num_structures: how many different templates the layers need.
     """
+
+    leaves_out: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -114,9 +120,14 @@ class Templates:
             key = structure(layer)
             if key not in by_structure:
                 box = watch_routers(layer, spec.model)  # before anything is traced
-                calls = _Calls(_layer_call, _layer_call)
+                calls = _Calls(_layer_call, _layer_call, _layer_call)
                 if compiler is not None:
-                    calls = _compiled(compiler, len(by_structure), routes=box is not None)
+                    calls = _compiled(
+                        compiler,
+                        len(by_structure),
+                        routes=box is not None,
+                        leaves_out=self.leaves_out,
+                    )
                 by_structure[key] = _Template(
                     layer, box, calls, summed, seed_names(layer), document_names(layer)
                 )
@@ -145,6 +156,7 @@ class Templates:
         arguments: LayerArguments,
         *,
         keep: bool,
+        again: bool = False,
         sums: Mapping[str, torch.Tensor] | None = None,
         seeds_B: torch.Tensor | None = None,
     ) -> LayerOutput:
@@ -156,6 +168,7 @@ class Templates:
             hidden_BTD: its input.
             arguments: what else it is called with.
             keep: the graph will wait for its backward: it then saves less.
+            again: for its gradients alone: the hidden state may hold anything.
             sums: where backward adds the gradients of weights named in :meth:`summed`.
             seeds_B: int64, of the dropout in each row; None for none.
         """
@@ -168,7 +181,8 @@ class Templates:
         if DOCUMENTS in arguments:
             bound.update((name, arguments[DOCUMENTS]) for name in template.documents)
             arguments = {k: v for k, v in arguments.items() if k != DOCUMENTS}
-        call = template.calls.kept if keep else template.calls.plain
+        calls = template.calls
+        call = calls.kept if keep else calls.again if again else calls.plain
         (hidden,), *routers = call(template.module, template.box, bound, hidden_BTD, arguments)
         return LayerOutput(
             hidden,
@@ -177,6 +191,18 @@ class Templates:
                 for seen in routers
             ),
         )
+
+
+def _unread_layer_call(
+    module: nn.Module,
+    box: list[tuple[torch.Tensor, ...]] | None,
+    bound: dict[str, torch.Tensor],
+    hidden_BTD: torch.Tensor,
+    arguments: dict[str, Any],
+) -> tuple[tuple[torch.Tensor, ...], ...]:
+    """The layer without the value of its hidden state."""
+    (hidden_BTD,), *routers = _layer_call(module, box, bound, hidden_BTD, arguments)
+    return ((unread(hidden_BTD),), *routers)
 
 
 def _selective_layer_call(
@@ -229,10 +255,15 @@ def _policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> Checkp
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _compiled(compiler: Compiler, number: int, *, routes: bool) -> _Calls:
+def _compiled(compiler: Compiler, number: int, *, routes: bool, leaves_out: bool) -> _Calls:
     name = f"layer_structure_{number}"
     # Routers write to a list inside the checkpointed region, which backward must not repeat. That
     # has to be said when the layer is traced.
     once = {"skip_fwd_side_effects_in_bwd_under_checkpoint": True} if routes else {}
     kept = compiler.compile(_selective_layer_call, f"{name}_kept", eager=_layer_call, **once)
-    return _Calls(kept, compiler.compile(_layer_call, name))
+    plain = compiler.compile(_layer_call, name)
+    # In one graph with forward, for another could round a router's logits otherwise and choose
+    # other experts than forward did.
+    if routes or not leaves_out:
+        return _Calls(kept, plain, plain)
+    return _Calls(kept, compiler.compile(_unread_layer_call, f"{name}_again", eager=plain), plain)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headrace.models.flops import flops_per_token
+from headrace.models.left_out import num_left_out
 from headrace.policy.budget import offloaded_bytes
 
 if TYPE_CHECKING:
@@ -103,7 +104,12 @@ def predict_step(
     layer_flops = matrices - head_flops + attention / rates.attention
     layer_forward = tokens * layer_flops / 3 / rates.flops / spec.num_layers
     head = tokens * head_flops / rates.flops  # forward and backward in one pass
-    recomputed = config.activation_plan(spec.num_layers).count("recompute")
+    again = [
+        i for i, how in enumerate(config.activation_plan(spec.num_layers)) if how == "recompute"
+    ]
+    recompute = len(again) * layer_forward
+    if config.compile is not False:
+        recompute -= tokens * 2.0 * sum(num_left_out(spec, i) for i in again) / rates.flops
     waves = workload.num_waves(config)
 
     weights_first = config.update_order == "weights_first"
@@ -121,7 +127,7 @@ def predict_step(
             clock = max(clock, sent)
         if 0 < index < len(layouts) - 1:
             clock += layer_forward / waves
-    backward = (2 * spec.num_layers + recomputed) * layer_forward
+    backward = 2 * spec.num_layers * layer_forward + recompute
     if weights_first:
         last_wave = clock + layer_forward * (spec.num_layers * (waves - 1) / waves)
         last_wave += (head + backward) * (waves - 1) / waves + head / waves
@@ -144,13 +150,13 @@ def predict_step(
     waited_exchange = max(0.0, exchanged - between - layer_forward * spec.num_layers / waves)
     resident = sum(layout.num_trainable for layout in layouts[:num_resident])
     trained = sum(layout.num_trainable for layout in layouts)
-    compute = (3 * spec.num_layers + recomputed) * layer_forward + head
+    compute = 3 * spec.num_layers * layer_forward + recompute + head
     # Every micro-batch reads and writes the float32 sums.
     compute += 2 * 4 * trained * workload.micro_batches / rates.device_bytes
     compute += share * resident / rates.device_update_parameters
     away = offloaded_bytes(spec, config, workload)
     compute += 2 * away * waves / rates.device_bytes  # copies take the memory's time, too
-    meanwhile = (spec.num_layers - recomputed) * layer_forward / waves
+    meanwhile = (spec.num_layers - len(again)) * layer_forward / waves
     waited_offload = waves * max(0.0, away / rates.d2h_bytes - meanwhile)
     waited_offload += waves * max(0.0, away / rates.h2d_bytes - 2 * meanwhile)
     exposed = {

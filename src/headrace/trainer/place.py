@@ -13,6 +13,7 @@ import torch
 
 from headrace import kernels
 from headrace.errors import CapacityError, ConfigError
+from headrace.models.left_out import left_out
 from headrace.parallel.ranks import Ranks
 from headrace.policy.budget import Workload, step_budget
 from headrace.policy.search import Choice, Room, best, fitting_choices, typical_rates
@@ -89,8 +90,8 @@ def place(
     plan = choice.config.activation_plan(spec.num_layers)
     say(
         f"placement: {units} of {len(spec.units)} units on the device, "
-        f"{plan.count('recompute')} of {spec.num_layers} layers recompute, "
-        f"{plan.count('offload')} offload, "
+        f"{plan.count('recompute')} of {spec.num_layers} layers recompute"
+        f"{_left_out(spec, choice.config)}, {plan.count('offload')} offload, "
         f"{choice.workload.num_waves(choice.config)} waves of micro-batches of "
         f"{choice.workload.rows} rows; predicted "
         f"{format_bytes(choice.budget.device_bytes)} on the device, "
@@ -98,6 +99,16 @@ def place(
         f"{choice.time.seconds:.2f} s a step at {source}, bound by {choice.time.binding}"
     )
     return _with_threads(config, choice.config, ranks)
+
+
+def _left_out(spec: ModelSpec, engine: EngineConfig) -> str:
+    """The matrices that recompute leaves out, in words."""
+    if engine.compile is False:
+        return ""
+    plan = enumerate(engine.activation_plan(spec.num_layers))
+    again = [index for index, mode in plan if mode == "recompute"]
+    names = sorted({name.removesuffix(".weight") for i in again for name in left_out(spec, i)})
+    return f" (without {', '.join(names)})" if names else ""
 
 
 def _with_threads(config: TrainConfig, engine: EngineConfig, ranks: Ranks) -> EngineConfig:

@@ -4,7 +4,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from transformers import Qwen3Config, Qwen3MoeConfig
+from transformers import Olmo2Config, Qwen3Config, Qwen3MoeConfig
 
 from headrace.engine import Engine, EngineConfig
 from headrace.errors import CapacityError
@@ -100,6 +100,22 @@ def test_predicted_step_is_within_a_tenth_of_measured(
     spec = request.getfixturevalue(model)
     predicted = predict_step(spec, settings(**config), workload(rows), RATES).seconds
     assert predicted == pytest.approx(measured_seconds, rel=0.1)
+
+
+def test_compiled_recompute_is_predicted_without_what_it_leaves_out(qwen3_8b):
+    """Its last matrix, 2 FLOPs an element and token; nothing where a norm reads the product."""
+    recompute = settings(device_units=38, recompute_layers=36)
+
+    def saved(spec):
+        eager, compiled = (
+            predict_step(spec, replace(recompute, compile=c), WORKLOAD, RATES).compute
+            for c in (False, None)
+        )
+        return eager - compiled
+
+    assert saved(qwen3_8b) == pytest.approx(2 * 36 * 4096 * 12288 * WORKLOAD.tokens / RATES.flops)
+    post_norm = ModelSpec(Olmo2Config(num_hidden_layers=2))
+    assert saved(post_norm) == 0
 
 
 def test_choice_splits_a_step_in_waves_when_that_makes_room(qwen3_8b):
