@@ -21,6 +21,7 @@ from headrace.errors import ModelRefusedError
 from headrace.models import masks
 from headrace.models.attention_documents import attend_by_document
 from headrace.models.attention_flex import attend_flex
+from headrace.models.determinism import deterministic_algorithms
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -274,17 +275,22 @@ def _grouped_heads(num_heads: int, num_key_value_heads: int) -> dict[str, bool]:
 def pinned_backend(*, deterministic: bool) -> Iterator[None]:
     """Fix the dense attention backend: cuDNN first, then FlashAttention, never a T x T fallback.
 
-    cuDNN's backward is not deterministic, so ``deterministic`` leaves it out.
+    The backward of cuDNN's and of the memory-efficient kernel add up in any order, so
+    ``deterministic`` leaves them out; FlashAttention's does not where PyTorch is told so.
     """
     if not torch.cuda.is_available():
         yield
         return
     from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: PLC0415 - CUDA only
 
-    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+    backends = [SDPBackend.FLASH_ATTENTION]
     if not deterministic:
         backends.insert(0, SDPBackend.CUDNN_ATTENTION)
+        backends.append(SDPBackend.EFFICIENT_ATTENTION)
     # fp32 runs on the device (parity checks) have no fused kernel with grouped heads.
     backends.append(SDPBackend.MATH)
-    with sdpa_kernel(backends, set_priority=True):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(sdpa_kernel(backends, set_priority=True))
+        if deterministic:
+            stack.enter_context(deterministic_algorithms())
         yield
