@@ -17,6 +17,8 @@ from headrace.store.ranges import Share, unit_shard
 from headrace.units import format_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from headrace.engine.config import EngineConfig
     from headrace.models.spec import ModelSpec
     from headrace.store.layout import ParamSpec, UnitLayout
@@ -114,8 +116,7 @@ def step_budget(
         cpu: the model runs on the host.
         num_ranks: that share the state; the figures are those of one.
     """
-    layouts = spec.units
-    shards = [unit_shard(layout, Share(num_ranks=num_ranks)) for layout in layouts]
+    shards = _shards(spec, num_ranks)
     resident = shards[: config.device_units or 0]
     streamed = shards[len(resident) :]
     compute = _BF16 if dtype == "bfloat16" and not cpu else _FP32
@@ -134,6 +135,12 @@ def step_budget(
         "offloaded activations": offloaded_bytes(spec, config, workload, compute),
     }
     return Budget(device=device, host=host)
+
+
+@functools.lru_cache(maxsize=4)  # a search asks for one model thousands of times
+def _shards(spec: ModelSpec, num_ranks: int) -> tuple[UnitShard, ...]:
+    share = Share(num_ranks=num_ranks)
+    return tuple(unit_shard(layout, share) for layout in spec.units)
 
 
 def kept_elements_per_token(spec: ModelSpec, layer: UnitLayout) -> int:
@@ -166,7 +173,7 @@ def _state_bytes(shard: UnitShard, dtype: StateDtype) -> int:
     return weights * shard.numel + (12 - weights) * shard.trained.numel
 
 
-def _slot_elements(shards: list[UnitShard], num_resident: int, config: EngineConfig) -> int:
+def _slot_elements(shards: Sequence[UnitShard], num_resident: int, config: EngineConfig) -> int:
     if not shards[0].is_whole:  # what is on the device is gathered in a slot, too
         num_resident = 0
     streamed_layers = [shard for i, shard in enumerate(shards[1:-1], 1) if i >= num_resident]
@@ -176,7 +183,9 @@ def _slot_elements(shards: list[UnitShard], num_resident: int, config: EngineCon
     return elements + (0 if num_resident >= len(shards) else shards[-1].slot_size)
 
 
-def _accumulator_elements(shards: list[UnitShard], config: EngineConfig, workload: Workload) -> int:
+def _accumulator_elements(
+    shards: Sequence[UnitShard], config: EngineConfig, workload: Workload
+) -> int:
     layers = shards[1:-1]
     ends = shards[0].gradient_size + shards[-1].gradient_size
     if workload.num_waves(config) > 1:
@@ -185,7 +194,9 @@ def _accumulator_elements(shards: list[UnitShard], config: EngineConfig, workloa
     return ends + count * max(shard.gradient_size for shard in layers)
 
 
-def _retained_elements(shards: list[UnitShard], config: EngineConfig, workload: Workload) -> int:
+def _retained_elements(
+    shards: Sequence[UnitShard], config: EngineConfig, workload: Workload
+) -> int:
     """Gradients that must leave an accumulator in which layers, or ranks, take turns."""
     num_resident = config.device_units or 0
     if not shards[0].is_whole:
@@ -217,14 +228,22 @@ def offloaded_bytes(
 
 def _leaving(spec: ModelSpec, config: EngineConfig) -> list[int]:
     """Elements a token of each layer that offloads."""
+    hidden = spec.hidden_size
     plan = config.activation_plan(spec.num_layers)
     sizes = zip(_kept(spec), plan, strict=True)
-    return [size - spec.hidden_size for size, what in sizes if what == "offload"]
+    return [size - hidden for size, what in sizes if what == "offload"]
 
 
 @functools.lru_cache(maxsize=4)  # a search asks for one model thousands of times
 def _kept(spec: ModelSpec) -> tuple[int, ...]:
     return tuple(kept_elements_per_token(spec, layer) for layer in spec.units[1:-1])
+
+
+@functools.lru_cache(maxsize=4)
+def _largest_layer(spec: ModelSpec) -> tuple[int, int]:
+    """What it keeps a token, and its trainable elements."""
+    layer = max(spec.units[1:-1], key=lambda unit: unit.size)
+    return kept_elements_per_token(spec, layer), layer.num_trainable
 
 
 def _temporary_bytes(
@@ -234,7 +253,6 @@ def _temporary_bytes(
     matrix = 0 if cpu else spec.vocab_size * spec.hidden_size  # the CPU adds in place
     head = 2 * compute * chunk * spec.vocab_size + _FP32 * matrix
     head += 2 * compute * workload.tokens * spec.hidden_size
-    layer = max(spec.units[1:-1], key=lambda unit: unit.size)
-    outputs = kept_elements_per_token(spec, layer)
-    backward = compute * (2 * workload.tokens * outputs + layer.num_trainable)
+    outputs, num_trainable = _largest_layer(spec)
+    backward = compute * (2 * workload.tokens * outputs + num_trainable)
     return max(head, backward)

@@ -10,6 +10,7 @@ what is sent. Pure.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -98,8 +99,8 @@ def predict_step(
     share, others = 1 / num_ranks, (num_ranks - 1) / num_ranks
     num_resident = config.device_units or 0
     tokens = workload.tokens * workload.micro_batches
-    matrices = flops_per_token(spec, 1)
-    attention = flops_per_token(spec, workload.sequence_length) - matrices
+    matrices = _flops_per_token(spec, 1)
+    attention = _flops_per_token(spec, workload.sequence_length) - matrices
     head_flops = 6.0 * spec.vocab_size * spec.hidden_size
     layer_flops = matrices - head_flops + attention / rates.attention
     layer_forward = tokens * layer_flops / 3 / rates.flops / spec.num_layers
@@ -168,6 +169,11 @@ def predict_step(
     if num_ranks > 1:
         exposed["exchange"] = waited_exchange
     return StepTime(seconds=compute + sum(exposed.values()), compute=compute, exposed=exposed)
+
+
+@functools.lru_cache(maxsize=8)  # a search asks for one model thousands of times
+def _flops_per_token(spec: ModelSpec, sequence_length: int) -> float:
+    return flops_per_token(spec, sequence_length)
 
 
 def _wait_for_moments(

@@ -196,6 +196,8 @@ def load_checkpoint(path: str | Path, spec: ModelSpec, state: ModelState) -> dic
         read_adapter(path, state)
     optimizer = read_optimizer_index(path)
     with SafetensorsReader() as reader:
+        names = [name for unit in state.units for name in described_optimizer(unit)]
+        reader.read_ahead((optimizer[name], name) for name in names if name in optimizer)
         for unit in state.units:
             for name, (described, param, kind) in described_optimizer(unit).items():
                 value = reader.get(optimizer[name], name)
@@ -211,6 +213,7 @@ def _read_weights(path: Path, carried: set[str], spec: ModelSpec, state: ModelSt
     check_same_model(path, spec, state)
     places = {p.name: (unit, p) for unit in state.units for p in unit.layout.params}
     with SafetensorsReader() as reader:
+        reader.read_ahead((weights[key], key) for piece in pieces for key in piece.keys)
         for piece in pieces:
 
             def get(key: str) -> torch.Tensor:

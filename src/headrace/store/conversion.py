@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import CheckpointError
@@ -142,13 +143,17 @@ class WeightNames:
 
     def placed(self, key: str) -> str:
         """The name of a tensor in the causal LM alone; which places occur is remembered."""
-        own = any(name.startswith("model.language_model.") for name in self._model.state_dict())
-        for outer, inner in () if own else _PLACES:
+        for outer, inner in () if self._has_places else _PLACES:
             if key.startswith(outer) and self._model.base_model_prefix + "." in (inner, "model."):
                 if (outer, inner) not in self._places:
                     self._places.append((outer, inner))
                 return inner + key.removeprefix(outer)
         return key
+
+    @cached_property
+    def _has_places(self) -> bool:
+        """The causal LM's own names are those of a composite model."""
+        return any(name.startswith("model.language_model.") for name in self._model.state_dict())
 
     def to_checkpoint(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Tensors of the model as a checkpoint holds them, in the form that was read.

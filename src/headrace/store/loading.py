@@ -71,6 +71,7 @@ def load_pretrained(
     head, embedding = f"{spec.parts.head_path}.weight", _embedding(spec).name
     ends = {}
     with SafetensorsReader() as reader:
+        reader.read_ahead((files[key], key) for piece in pieces for key in piece.keys)
 
         def get(key: str) -> torch.Tensor:
             return reader.get(files[key], key)

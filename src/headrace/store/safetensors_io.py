@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from headrace.errors import CheckpointError
 from headrace.store.digests import Digests, Hasher, chunks, digest, tensor_bytes
+from headrace.store.read_ahead import ReadAhead
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -255,6 +256,7 @@ class SafetensorsReader:
     def __init__(self) -> None:
         self._open: dict[Path, Any] = {}
         self._digests: dict[Path, Digests | None] = {}
+        self._ahead: ReadAhead | None = None
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -262,6 +264,19 @@ class SafetensorsReader:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+    def read_ahead(self, wanted: Iterable[tuple[Path, str]]) -> None:
+        """Say, once, which tensors will be asked for, in order: files and names.
+
+        Raises:
+            CheckpointError: a file is not whole.
+        """
+        assert self._ahead is None
+        wanted = list(wanted)
+        for path in dict.fromkeys(path for path, _ in wanted):
+            self.open(path)
+        self._ahead = ReadAhead(wanted)
+        self._stack.callback(self._ahead.close)
 
     def get(self, path: Path, name: str) -> torch.Tensor:
         """Read one tensor.
@@ -271,6 +286,8 @@ class SafetensorsReader:
             DamagedCheckpointError: its folder has digests, and the tensor has another one.
         """
         self.open(path)
+        if self._ahead is not None:
+            self._ahead.reached(path, name)
         with _readable(path):
             tensor: torch.Tensor = self._open[path].get_tensor(name)
         digests = self._digests[path.parent]

@@ -1,0 +1,132 @@
+"""Brings what will be read soon from the disk into the page cache, several blocks at a time.
+
+Files are mapped: whoever touches a page that is not in memory waits for that page alone, and a disk
+that is asked for one piece at a time gives a part of its speed. Invariant: this only reads; what a
+caller gets, and its errors, are those of its own reading. At most ``WINDOW`` bytes are ahead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
+
+WINDOW = 1 << 30
+_BLOCK = 16 << 20  # what a thread takes at a time, in order
+_STEP = 1 << 19  # and reads at once: this is all the memory that a thread needs
+_THREADS = 4
+
+
+class ReadAhead:
+    """Reads tensors of safetensors files in the order in which they will be asked for."""
+
+    def __init__(self, wanted: Iterable[tuple[Path, str]], *, window: int = WINDOW) -> None:
+        """Start reading.
+
+        Args:
+            wanted: file and name of each tensor, in order.
+            window: bytes that may be ahead of what :meth:`reached` said.
+        """
+        self._window = window
+        self._blocks, self._ends = _blocks(wanted)
+        self._turn = threading.Condition()
+        self._next = 0
+        self._reached = 0
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._read, name=f"read-ahead-{number}", daemon=True)
+            for number in range(min(_THREADS, len(self._blocks)))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def reached(self, path: Path, name: str) -> None:
+        """The tensor is in use: reading may go on as far beyond it as the window is wide."""
+        end = self._ends.get((path, name), 0)
+        with self._turn:
+            if end > self._reached:
+                self._reached = end
+                self._turn.notify_all()
+
+    def close(self) -> None:
+        """Stop reading, and wait until no thread does."""
+        with self._turn:
+            self._closed = True
+            self._turn.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _read(self) -> None:
+        files: dict[Path, int] = {}
+        buffer = memoryview(bytearray(_STEP))
+        # A file that cannot be read is its reader's to complain about.
+        with contextlib.suppress(OSError), _closing(files):
+            while (block := self._take()) is not None:
+                path, start, size = block
+                if path not in files:
+                    files[path] = os.open(path, os.O_RDONLY)
+                for offset in range(start, start + size, _STEP):
+                    wanted = min(_STEP, start + size - offset)
+                    os.preadv(files[path], [buffer[:wanted]], offset)
+
+    def _take(self) -> tuple[Path, int, int] | None:
+        """The next block, when it may be read; None when there is none, or reading is over."""
+        with self._turn:
+            while not self._closed and self._next < len(self._blocks):
+                path, start, size, before = self._blocks[self._next]
+                if before < self._reached + self._window:
+                    self._next += 1
+                    return path, start, size
+                self._turn.wait()
+        return None
+
+
+@contextlib.contextmanager
+def _closing(files: dict[Path, int]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for descriptor in files.values():
+            os.close(descriptor)
+
+
+def _blocks(
+    wanted: Iterable[tuple[Path, str]],
+) -> tuple[list[tuple[Path, int, int, int]], dict[tuple[Path, str], int]]:
+    """What to read, ``(file, offset, bytes, bytes before it)``, and where each tensor ends."""
+    ranges: dict[Path, dict[str, tuple[int, int]]] = {}
+    blocks: list[tuple[Path, int, int, int]] = []
+    ends: dict[tuple[Path, str], int] = {}
+    before = 0
+    for path, name in wanted:
+        if path not in ranges:
+            ranges[path] = _ranges(path)
+        start, stop = ranges[path].get(name, (0, 0))
+        for offset in range(start, stop, _BLOCK):
+            size = min(_BLOCK, stop - offset)
+            blocks.append((path, offset, size, before))
+            before += size
+        ends[path, name] = before
+    return blocks, ends
+
+
+def _ranges(path: Path) -> dict[str, tuple[int, int]]:
+    """Where each tensor of a whole safetensors file lies; empty if it cannot be told."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+    except (OSError, ValueError, OverflowError, MemoryError):
+        return {}
+    base = 8 + length
+    return {
+        name: (base + entry["data_offsets"][0], base + entry["data_offsets"][1])
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }

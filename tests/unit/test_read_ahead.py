@@ -1,0 +1,107 @@
+"""Reading ahead: what was named, in order, no further than the window, and never in the way."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import pytest
+import torch
+
+from headrace.errors import CheckpointError
+from headrace.store import read_ahead
+from headrace.store.read_ahead import ReadAhead
+from headrace.store.safetensors_io import SafetensorsReader, write_file
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Two files of four tensors of 4,000 bytes each."""
+    paths = [tmp_path / "b.safetensors", tmp_path / "a.safetensors"]
+    for number, path in enumerate(paths):
+        tensors = {f"t{i}": torch.full((1000,), float(10 * number + i)) for i in range(4)}
+        write_file(path, tensors, {})
+    return paths
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """Everything that is read, as bytes, in steps of 500; blocks of 1,500 and one thread."""
+    blocks = []
+    real = os.preadv
+
+    def watched(descriptor, buffers, offset):
+        size = real(descriptor, buffers, offset)
+        blocks.append(bytes(buffers[0][:size]))
+        return size
+
+    monkeypatch.setattr(os, "preadv", watched)
+    monkeypatch.setattr(read_ahead, "_BLOCK", 1500)
+    monkeypatch.setattr(read_ahead, "_STEP", 500)
+    monkeypatch.setattr(read_ahead, "_THREADS", 1)
+    return blocks
+
+
+def wait_for(blocks, count):
+    limit = time.monotonic() + 20
+    while len(blocks) < count and time.monotonic() < limit:
+        time.sleep(0.005)
+
+
+def data(*values):
+    return b"".join(torch.full((1000,), float(value)).numpy().tobytes() for value in values)
+
+
+def test_tensors_are_read_in_the_order_in_which_they_are_wanted(files, seen):
+    wanted = [(files[1], "t3"), (files[0], "t0"), (files[1], "t1")]
+    ahead = ReadAhead(wanted)
+    wait_for(seen, 24)
+    ahead.close()
+    assert b"".join(seen) == data(13, 0, 11)
+
+
+def test_reading_stays_within_the_window(files, seen):
+    wanted = [(files[0], f"t{i}") for i in range(4)]
+    ahead = ReadAhead(wanted, window=4000)
+    wait_for(seen, 8)
+    time.sleep(0.1)
+    assert b"".join(seen) == data(0)  # the next block would begin 4,000 bytes ahead
+    ahead.reached(files[0], "t1")
+    wait_for(seen, 24)
+    time.sleep(0.1)
+    assert b"".join(seen) == data(0, 1, 2)
+    ahead.reached(files[0], "t0")  # again, out of turn: nothing is given back
+    ahead.reached(files[0], "t3")
+    wait_for(seen, 32)
+    ahead.close()
+    assert b"".join(seen) == data(0, 1, 2, 3)
+
+
+def test_closing_ends_threads_that_wait(files):
+    before = threading.active_count()
+    ahead = ReadAhead([(files[0], f"t{i}") for i in range(4)], window=1)
+    ahead.close()
+    assert threading.active_count() == before
+
+
+def test_what_cannot_be_read_is_left_to_its_reader(files, tmp_path, seen):
+    missing = tmp_path / "missing.safetensors"
+    ahead = ReadAhead([(missing, "t0"), (files[0], "no such tensor"), (files[0], "t2")])
+    wait_for(seen, 8)
+    ahead.close()
+    assert b"".join(seen) == data(2)
+
+
+def test_a_reader_gives_what_it_gives_without(files):
+    wanted = [(path, f"t{i}") for path in files for i in range(4)]
+    with SafetensorsReader() as reader:
+        reader.read_ahead(wanted)
+        values = [float(reader.get(path, name)[7]) for path, name in wanted]
+    assert values == [0, 1, 2, 3, 10, 11, 12, 13]
+
+
+def test_a_file_that_is_not_whole_is_named(files):
+    os.truncate(files[1], files[1].stat().st_size - 1)
+    with SafetensorsReader() as reader, pytest.raises(CheckpointError, match=r"a\.safetensors"):
+        reader.read_ahead([(files[1], "t0")])
