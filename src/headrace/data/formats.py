@@ -26,6 +26,7 @@ from headrace.data.rows import (
     checked_labels,
     checked_text,
     month_of,
+    name_the_column,
 )
 from headrace.data.sources import CHAT_TYPES, DatasetSource
 from headrace.data.templates import resolve_template
@@ -248,7 +249,7 @@ def _text(place: Place, row: dict[str, Any], column: str, key: str = "text_field
         raise bad_row(
             place,
             f"the row has no {column!r} (it has {have})",
-            f"set {key}: of this dataset to the column that holds the text",
+            name_the_column(key, row),
         )
     return checked_text(place, column, row[column], "write a string, or drop the row")
 

@@ -21,6 +21,7 @@ from headrace.data.rows import (
     check_ignored,
     check_label_count,
     month_of,
+    name_the_column,
 )
 from headrace.errors import DataError
 
@@ -40,9 +41,10 @@ def _batches(part: Part, columns: list[str]) -> Iterator[tuple[int, Any]]:
     names = parquet_columns(part.path)
     if columns[0] not in names:
         have = ", ".join(map(repr, names))
+        tokens = "set type: of this dataset to what the file holds"
         raise DataError(
             f"{part.file} has no column {columns[0]!r} (it has {have})",
-            remedy="set type: and text_field: of this dataset to what the file holds",
+            remedy=tokens if columns[0] == "input_ids" else name_the_column("text_field", names),
         )
     wanted = [name for name in columns if name in names]
     if twice := [name for name in wanted if names.count(name) > 1]:

@@ -16,6 +16,8 @@ from headrace.batch import IGNORE_INDEX
 from headrace.errors import DataError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import numpy.typing as npt
 
 MAX_ID = np.iinfo(np.int32).max
@@ -97,6 +99,28 @@ def checked_text(place: Place, column: str, text: object, remedy: str) -> str:
 def bad_row(place: Place, reason: str, remedy: str) -> DataError:
     """The error for the row at ``place`` (``file:line``)."""
     return DataError(f"{place}: {reason}", remedy=remedy)
+
+
+_TYPE_BY_COLUMN = {
+    "input_ids": "tokens",
+    "messages": "messages",
+    "conversations": "messages",
+    "completion": "prompt_completion",
+    "instruction": "alpaca",
+    "segments": "segments",
+}
+
+
+def name_the_column(key: str, columns: Iterable[str]) -> str:
+    """The remedy where a column is missing: the type of rows with such columns, if they tell.
+
+    Args:
+        key: of a dataset, that names the column.
+        columns: that there are.
+    """
+    found = next((_TYPE_BY_COLUMN[name] for name in columns if name in _TYPE_BY_COLUMN), None)
+    other = "" if found is None else f"type: {found} if that is what its rows are, or "
+    return f"set {other}{key}: of this dataset to the column that holds the text"
 
 
 def checked_ids(place: Place, column: str, value: object, *, lowest: int) -> npt.NDArray[np.int32]:

@@ -136,6 +136,28 @@ def test_an_unusable_row_is_named(encode, keys, row, message):
     assert "rows.jsonl:1:" in str(caught.value)
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("row", "remedy"),
+    [
+        ({"input_ids": [1, 2]}, "type: tokens if that is what its rows are, or text_field: of"),
+        ({"conversations": "x"}, "type: messages if"),
+        ({"body": "x"}, "set text_field: of this dataset"),
+    ],
+)
+def test_columns_tell_which_type_was_forgotten(tmp_path, tokenizer, suffix, row, remedy):
+    path = tmp_path / f"rows.{suffix}"
+    if suffix == "jsonl":
+        path.write_text(json.dumps(row) + "\n")
+    else:
+        pq.write_table(pa.table({name: [value] for name, value in row.items()}), path)
+    source = DatasetSource(path=str(path))
+    (part,) = plan_parts(source)
+    with pytest.raises(DataError, match=r"has no .*'text'") as raised:
+        list(RowEncoder(source, tokenizer).encode(part))
+    assert remedy in str(raised.value.remedy)
+
+
 def test_a_key_that_would_be_ignored_is_refused():
     with pytest.raises(ConfigError, match="roles_to_train has no effect on rows of type text"):
         DatasetSource(path="x", roles_to_train=["user"])
