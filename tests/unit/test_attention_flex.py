@@ -16,7 +16,7 @@ PACKED = torch.tensor([0, 1, 128, 200, 250, 384, 400, 400], dtype=torch.int32)
 def _eager(monkeypatch):
     """torch refuses gradients on the CPU, although its plain implementation has them."""
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
-    monkeypatch.setattr(attention_flex, "_compiled_kernel", lambda: flex_attention.flex_attention)
+    monkeypatch.setattr(attention_flex, "_compiled_kernel", lambda _: attention_flex._flex)
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
 
 
@@ -54,27 +54,63 @@ def test_results_and_gradients_are_those_by_document(
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+# Of torch's own, while it traces.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 @pytest.mark.parametrize("cu_seqlens", [None, PACKED], ids=["rows", "packed"])
-@pytest.mark.parametrize("window", [None, 1, 100, 128, 129, 300])
-def test_blocks_that_are_left_out_hold_no_visible_pair(cu_seqlens, window):
-    """And blocks that are said to be visible whole are."""
-    document_N = attention_flex.document_numbers(cu_seqlens, B, T, torch.device("cpu"))
-    document_N = torch.nn.functional.pad(document_N, (0, -(B * T) % 128), value=-1)
-    N = document_N.shape[0]
-    mask = attention_flex.block_mask(document_N, window)
+def test_in_a_compiled_layer_the_mask_reads_what_an_operator_wrote(cu_seqlens):
+    """Anything else the compiler would put into the attention kernel, and fail."""
+    *tensors, sinks_H = inputs(2)
+    options = {"scaling": None, "window": 17, "softcap": 3.0, "sinks_H": sinks_H}
+    graphs = []
+
+    def layer(*given):
+        return attention_flex.attend_flex(*given, cu_seqlens, **options) * 2.0
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    got = torch.compile(layer, fullgraph=True, backend=backend)(*tensors)
+    torch.testing.assert_close(got, layer(*tensors))
+    (graph,) = graphs
+    (call,) = graph.graph.find_nodes(op="call_function", target=flex_attention.flex_attention_hop)
+    (captured,) = call.args[-1]
+    assert captured.target is torch.ops.headrace.written_v1
+
+
+LENGTHS = [(1, 1), (2, 64), (1, 128), (1, 129), (2, 200), (3, 700)]
+
+
+@pytest.mark.parametrize(("num_rows", "length"), LENGTHS)
+@pytest.mark.parametrize("window", [None, 1, 100, 128, 129, 257])
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+def test_blocks_are_those_of_the_dense_mask(num_rows, length, window, packed):
+    """In either direction, and no block whole that is not, nor the other way round."""
+    num_real = num_rows * length
+    N = num_real + -num_real % 128
+    cu_seqlens, document_N = None, torch.arange(N) // length
+    if packed:  # documents end anywhere, some have no token, and boundaries are padded
+        generator = torch.Generator().manual_seed(num_real)
+        cuts = torch.randint(0, num_real + 1, (9,), generator=generator).sort().values.tolist()
+        cu_seqlens = torch.tensor([0, *cuts, num_real, num_real], dtype=torch.int32)
+        document_N = torch.searchsorted(cu_seqlens, torch.arange(N), right=True)
+    visible = document_N[:, None] == document_N
     distance = torch.arange(N)[:, None] - torch.arange(N)
-    visible = (distance >= 0) & (document_N[:, None] == document_N)
-    visible &= distance < (N if window is None else window)
+    visible &= (distance >= 0) & (distance < (N if window is None else window))
+    first_N = attention_flex.first_visible(
+        cu_seqlens, length=length, num_tokens=N, window=window, device=torch.device("cpu")
+    )
+    mask = attention_flex.block_mask(first_N)
+    assert torch.equal(flex_attention.create_mask(mask.mask_mod, 1, 1, N, N, "cpu")[0, 0], visible)
     blocks = visible.view(N // 128, 128, N // 128, 128).transpose(1, 2).flatten(2)
-
-    def listed(counts, indices):
-        found = torch.zeros(N // 128, N // 128, dtype=torch.bool)
-        for row, (number, order) in enumerate(zip(counts[0, 0], indices[0, 0], strict=True)):
-            found[row, order[:number].long()] = True
-        return found
-
-    whole = listed(mask.full_kv_num_blocks, mask.full_kv_indices)
-    partial = listed(mask.kv_num_blocks, mask.kv_indices)
-    assert not (whole & partial).any()
-    assert (blocks.any(-1) <= (whole | partial)).all()
-    assert (whole <= blocks.all(-1)).all()
+    some, whole = blocks.any(-1), blocks.all(-1)
+    wanted = {"kv": some & ~whole, "full_kv": whole}
+    wanted |= {name.replace("kv", "q"): marked.T for name, marked in wanted.items()}
+    for name, marked in wanted.items():
+        counts, indices = getattr(mask, f"{name}_num_blocks"), getattr(mask, f"{name}_indices")
+        assert counts.dtype == indices.dtype == torch.int32
+        assert indices.min() >= 0
+        assert indices.max() < N // 128
+        for row, count, order in zip(marked, counts[0, 0], indices[0, 0], strict=True):
+            assert order[:count].sort().values.tolist() == row.nonzero().flatten().tolist()

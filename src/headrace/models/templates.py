@@ -244,6 +244,7 @@ _SAVED_OPERATORS = (
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "torch_attn::_varlen_attn",
     "flex_attention",
+    "headrace::written_v1",
     "aten::topk",
     "aten::sort",
 )
