@@ -62,20 +62,20 @@ def test_tensors_are_read_in_the_order_in_which_they_are_wanted(files, seen):
 
 
 def test_reading_stays_within_the_window(files, seen):
-    wanted = [(files[0], f"t{i}") for i in range(4)]
-    ahead = ReadAhead(wanted, window=4000)
-    wait_for(seen, 8)
+    everything = data(0, 1, 2, 3)  # side by side: blocks do not end with tensors
+    ahead = ReadAhead([(files[0], f"t{i}") for i in range(4)], window=4000)
+    wait_for(seen, 9)
     time.sleep(0.1)
-    assert b"".join(seen) == data(0)  # the next block would begin 4,000 bytes ahead
+    assert b"".join(seen) == everything[:4500]  # the next block would begin beyond
     ahead.reached(files[0], "t1")
     wait_for(seen, 24)
     time.sleep(0.1)
-    assert b"".join(seen) == data(0, 1, 2)
+    assert b"".join(seen) == everything[:12000]
     ahead.reached(files[0], "t0")  # again, out of turn: nothing is given back
     ahead.reached(files[0], "t3")
     wait_for(seen, 32)
     ahead.close()
-    assert b"".join(seen) == data(0, 1, 2, 3)
+    assert b"".join(seen) == everything
 
 
 def test_closing_ends_threads_that_wait(files):

@@ -14,7 +14,7 @@ import threading
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
     from pathlib import Path
 
 WINDOW = 1 << 30
@@ -63,17 +63,16 @@ class ReadAhead:
             thread.join()
 
     def _read(self) -> None:
-        files: dict[Path, int] = {}
         buffer = memoryview(bytearray(_STEP))
         # A file that cannot be read is its reader's to complain about.
-        with contextlib.suppress(OSError), _closing(files):
+        with contextlib.suppress(OSError):
             while (block := self._take()) is not None:
                 path, start, size = block
-                if path not in files:
-                    files[path] = os.open(path, os.O_RDONLY)
-                for offset in range(start, start + size, _STEP):
-                    wanted = min(_STEP, start + size - offset)
-                    os.preadv(files[path], [buffer[:wanted]], offset)
+                # Opened again for each block: a model may have more files than a process may open.
+                with path.open("rb", buffering=0) as file:
+                    for offset in range(start, start + size, _STEP):
+                        wanted = min(_STEP, start + size - offset)
+                        os.preadv(file.fileno(), [buffer[:wanted]], offset)
 
     def _take(self) -> tuple[Path, int, int] | None:
         """The next block, when it may be read; None when there is none, or reading is over."""
@@ -85,15 +84,6 @@ class ReadAhead:
                     return path, start, size
                 self._turn.wait()
         return None
-
-
-@contextlib.contextmanager
-def _closing(files: dict[Path, int]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for descriptor in files.values():
-            os.close(descriptor)
 
 
 def _blocks(
@@ -108,6 +98,12 @@ def _blocks(
         if path not in ranges:
             ranges[path] = _ranges(path)
         start, stop = ranges[path].get(name, (0, 0))
+        if blocks and start < stop:  # small tensors that lie side by side are read together
+            file, at, size, passed = blocks[-1]
+            if file == path and at + size == start and size < _BLOCK:
+                more = min(_BLOCK - size, stop - start)
+                blocks[-1] = (file, at, size + more, passed)
+                start, before = start + more, before + more
         for offset in range(start, stop, _BLOCK):
             size = min(_BLOCK, stop - offset)
             blocks.append((path, offset, size, before))
