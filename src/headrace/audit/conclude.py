@@ -22,7 +22,7 @@ from headrace.audit.records import (
     PerplexityRecord,
     RecallRecord,
 )
-from headrace.audit.resample import holm, max_t
+from headrace.audit.resample import holm, max_t, persistent_length
 from headrace.audit.verdict import Evidence, judge
 from headrace.errors import DataError
 
@@ -95,14 +95,20 @@ def channel_contrast(
         DataError: too few blocks, or a target that does not vary on a side.
     """
     view = layout.views[channel]
+    target, length = view.target, layout.length
+    if channel == "common":
+        # What persists from date to date is a label that overlaps, whatever its interval says. The
+        # entity channel has entities as clusters against it.
+        length = persistent_length(target, length)
     return contrast(
         gain=gain,
-        target=view.target,
+        target=target,
         session=view.session,
         cutoff_session=cutoff_session,
         gap=layout.config.gap_sessions,
-        length=layout.length,
+        length=length,
         total_variance=tables.total_variance(layout),
+        entity=view.unit if channel == "entity" else None,
     )
 
 

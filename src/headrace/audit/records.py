@@ -61,8 +61,9 @@ class Figure:
         n: observations behind it, counted in ``n_unit``.
         n_unit: ``"rows"``, ``"dates"`` or ``"documents"``.
         low, high: interval at ``level``; ``None`` where no interval holds up.
-        method: how interval and p-value were made: ``"date_block_t"``, ``"shifted_dates"``, ...
-        num_blocks: date blocks behind a block interval.
+        method: how interval and p-value were made: ``"date_block_t"``, ``"entity_cluster_t"``,
+            ``"shifted_dates"``, ...
+        num_blocks: date blocks behind a block interval; entities behind one of entity clusters.
         p_value, p_adjusted: as tested, and after the correction named in ``adjustment``.
         null: distribution under shifted dates.
         twins: the same statistic of the untrained twins.

@@ -48,6 +48,9 @@ class SyntheticConfig:
             that a break of volatility changes the share.
         leak: share of var(y), in each channel, that it knows before the cutoff only.
         channels: those that skill and leak are planted in.
+        entity_effect: share of var(y) of effects of entities that come and go: honest skill, for
+            the network reads which entity a row is of.
+        effect_persistence: correlation of an effect from one session to the next.
         volatility_break: noise after the cutoff, as a factor of that before it.
         cutoff_fraction: share of the sessions before the cutoff.
         seed: of everything.
@@ -65,6 +68,8 @@ class SyntheticConfig:
     skill_constant_in: Literal["share", "units"] = "share"
     leak: float = 0.0
     channels: tuple[Channel, ...] = ("common", "entity")
+    entity_effect: float = 0.0
+    effect_persistence: float = 0.995
     volatility_break: float = 1.0
     cutoff_fraction: float = 0.6
     seed: int = 0
@@ -112,6 +117,16 @@ def market_shocks(num_sessions: int, rng: np.random.Generator) -> Array:
     return scaled
 
 
+def _effects(config: SyntheticConfig, rng: np.random.Generator) -> Array:
+    """``(N, T)`` of unit variance, each row an AR(1) of its own."""
+    effects = rng.standard_normal((config.num_entities, config.num_sessions))
+    rho = config.effect_persistence
+    effects[:, 1:] *= np.sqrt(1.0 - rho**2)
+    for t in range(1, config.num_sessions):
+        effects[:, t] += rho * effects[:, t - 1]
+    return effects
+
+
 def simulate(config: SyntheticConfig) -> SyntheticAudit:
     """Draw one panel with its embeddings."""
     rng = np.random.default_rng(config.seed)
@@ -125,6 +140,8 @@ def simulate(config: SyntheticConfig) -> SyntheticAudit:
     features = rng.standard_normal((*shape, _NUM_FEATURES))
     y = (common[None] + entity) * volatility[None]
     y += np.sqrt(config.feature_skill) * features[:, :, 0]
+    if config.entity_effect:
+        y += np.sqrt(config.entity_effect) * _effects(config, rng)
     knowledge: list[PlantedKnowledge] = []
     everywhere = np.ones(config.num_sessions, dtype=bool)
     for channel in config.channels:

@@ -172,7 +172,9 @@ class FigureMaker:
             p_value=result.p_value,
             p_adjusted=adjusted,
             adjustment="holm",
-            note=f"share of var(y); one-sided; {result.normalisation} variance counts",
+            note=f"share of var(y); one-sided; {result.normalisation} variance and clusters of "
+            f"{result.clusters} count",
+            method="date_block_t" if result.clusters == "dates" else "entity_cluster_t",
         )
         return ContaminationRecord(
             channel=channel,

@@ -86,7 +86,8 @@ def _row(item: Quantity, *, name_stack: bool) -> list[str]:
         tests.append(f"{item.adjustment or 'adjusted'} {p_cell(item.p_adjusted)}")
     method = [item.method.replace("_", " ")] if item.method else []
     if item.num_blocks is not None:
-        method.append(f"{item.num_blocks} blocks")
+        clusters = "entities" if item.method == "entity_cluster_t" else "blocks"
+        method.append(f"{item.num_blocks} {clusters}")
     if item.null:
         method.append(f"{len(item.null)} shifts")
     if item.twins:

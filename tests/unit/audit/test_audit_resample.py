@@ -9,12 +9,14 @@ from scipy import stats
 from headrace.audit.resample import (
     admissible_offsets,
     block_length,
+    clustered,
     date_block_mean,
     date_block_ratio,
     difference,
     draw_offsets,
     holm,
     max_t,
+    persistent_length,
     scaled,
     shift_p,
     shift_p_two_sided,
@@ -152,3 +154,37 @@ def test_the_error_of_a_ratio_does_not_depend_on_the_unit(unit):
     assert scaled_up.value == pytest.approx(plain.value, rel=1e-12)
     assert scaled_up.se == pytest.approx(plain.se, rel=1e-12)
     assert scaled_up.p_above() == pytest.approx(plain.p_above(), rel=1e-9)
+
+
+def test_clustered_error_is_the_t_error_of_the_clusters_sums():
+    rng = np.random.default_rng(0)
+    own = rng.standard_normal(12)
+    cluster = np.repeat(np.arange(12), 5)
+    influence = np.repeat((own - own.mean()) / 60, 5)
+    found = clustered(own.mean(), influence, cluster)
+    assert found.se == pytest.approx(stats.sem(own))
+    assert (found.df, found.num_blocks, found.n) == (11, 12, 60)
+    unused = clustered(own.mean(), np.append(influence, 0.0), np.append(cluster, 40))
+    assert unused == found
+
+
+def test_clusters_that_add_nothing_are_no_evidence():
+    assert clustered(0.1, np.zeros(20), np.arange(20)).p_above() == 1.0
+
+
+def test_blocks_grow_with_a_series_that_persists_and_not_with_noise():
+    rng = np.random.default_rng(1)
+    noise = rng.standard_normal(1000)
+    assert persistent_length(noise, 5) == 5
+    assert persistent_length(np.full(1000, 3.0), 5) == 5
+    series = np.empty(1000)
+    series[0] = noise[0]
+    for t in range(1, 1000):
+        series[t] = 0.9 * series[t - 1] + noise[t]
+    length = persistent_length(series, 5)
+    centred = series - series.mean()
+    rho = float(centred[1:] @ centred[:-1] / (centred @ centred))
+    # Andrews (1991): 1.1447 (alpha T)^(1/3), alpha = 4 rho^2 / ((1 - rho)^2 (1 + rho)^2).
+    andrews = 1.1447 * (4 * rho**2 / ((1 - rho) ** 2 * (1 + rho) ** 2) * 1000) ** (1 / 3)
+    assert length == int(np.ceil(andrews))
+    assert persistent_length(series, length) == length
