@@ -28,13 +28,17 @@ def trained(
     cuts=(),
     vocab=VOCAB,
     infinite_at=None,
+    frozen_below=0,
     **settings,
 ):
     """Train a fresh tiny model; what the steps and an evaluation said, and this rank's planes.
 
-    In step ``infinite_at`` the last rank's gradient of the first layer is infinite.
+    In step ``infinite_at`` the last rank's gradient of the first layer is infinite. Layers before
+    ``frozen_below`` and the embedding are frozen if it is above 0.
     """
-    spec = ModelSpec(config)
+    kept = tuple(f"model.layers.{index}." for index in range(frozen_below))
+    frozen = ("model.embed_tokens", *kept) if frozen_below else ()
+    spec = ModelSpec(config, trainable=lambda name: not name.startswith(frozen))
     share = Share(rank=ranks.rank, num_ranks=ranks.size)
     state = ModelState(spec.units, dtype, share=share, device_units=device_units)
     initialise(spec, state, seed=0)

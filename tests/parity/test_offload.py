@@ -145,8 +145,9 @@ def test_a_failed_copy_stops_the_step(lane, monkeypatch):
 
 
 def test_what_each_layer_leaves():
-    def plan(num_layers=6, **settings):
-        return "".join(what[0] for what in EngineConfig(**settings).activation_plan(num_layers))
+    def plan(num_layers=6, first=0, **settings):
+        leaving = EngineConfig(**settings).activation_plan(num_layers, first)
+        return "".join(what[0] for what in leaving)
 
     assert plan() == "kkkkkk"
     assert plan(activations="recompute", offload_layers=2) == "rrrrrr"
@@ -157,5 +158,7 @@ def test_what_each_layer_leaves():
     assert plan(offload_layers=4).count("o") == 4
     assert plan(recompute_layers=5, offload_layers=3) == "rrrrro"
     assert plan(recompute_layers=9) == "rrrrrr"
+    assert plan(first=2, recompute_layers=1, offload_layers=1) == "nnrokk"
+    assert plan(first=6, activations="recompute") == "nnnnnn"
     with pytest.raises(ConfigError, match="offload_layers is -1"):
         EngineConfig(offload_layers=-1)

@@ -4,7 +4,12 @@ import numpy as np
 import pytest
 
 from families import family_config
-from headrace.models.flops import flops_per_token, matmul_parameters, step_flops
+from headrace.models.flops import (
+    flops_per_token,
+    forward_flops_per_token,
+    matmul_parameters,
+    step_flops,
+)
 from headrace.models.spec import ModelSpec
 from tiny import tiny_config
 
@@ -38,6 +43,19 @@ def test_experts_count_by_the_share_that_a_token_uses():
     unused = experts * (1 - config.num_experts_per_tok / config.num_experts)
     head = config.vocab_size * config.hidden_size
     assert matmul_parameters(spec) == pytest.approx(whole - unused + head)
+
+
+def test_layers_below_what_is_trained_go_forward_only():
+    config = tiny_config("llama", num_hidden_layers=3)
+    whole = ModelSpec.from_config(config)
+    last = ModelSpec(config, trainable=lambda name: "layers.2." in name)
+    layer = matmul_parameters(whole) - config.vocab_size * config.hidden_size
+    forward, attention = forward_flops_per_token(whole, 20)
+    assert forward == 2 * layer
+    assert attention == 2 * 3 * config.num_attention_heads * config.head_dim * 20
+    # Backward of two layers of three is missing, in their matrices and their attention.
+    saved = flops_per_token(whole, 20) - flops_per_token(last, 20)
+    assert saved == pytest.approx(2 / 3 * 2 * (forward + attention))
 
 
 def test_a_window_bounds_what_attention_costs():

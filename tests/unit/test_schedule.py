@@ -37,6 +37,22 @@ def test_every_use_finds_its_layer(num_layers, num_waves, num_slots, backward, r
         assert all(use.fetch for use in plan)
 
 
+@given(layers, waves, slots, st.integers(0, 12), st.booleans())
+def test_backward_ends_with_the_first_layer_that_needs_one(
+    num_layers, num_waves, num_slots, first, reuse
+):
+    first = min(first, num_layers)
+    plan = plan_uses(num_layers, num_waves, num_slots, first=first, reuse=reuse)
+    backward = [(use.wave, use.layer) for use in plan if use.phase == "backward"]
+    layers_of = reversed(range(first, num_layers))
+    assert backward == list(itertools.product(range(num_waves), list(layers_of)))
+    held = {}
+    for use in plan:
+        if use.fetch:
+            held[use.slot] = use.layer
+        assert held[use.slot] == use.layer
+
+
 @given(layers, waves, slots, st.booleans(), st.booleans())
 def test_no_slot_is_refilled_before_its_last_use(num_layers, num_waves, num_slots, backward, reuse):
     plan = plan_uses(num_layers, num_waves, num_slots, backward=backward, reuse=reuse)

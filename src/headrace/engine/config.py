@@ -14,6 +14,7 @@ from headrace.units import MIB
 
 MAX_UPDATE_THREADS = 1024  # of a pool of the native kernels
 Activations: TypeAlias = Literal["keep", "offload", "recompute"]
+Leaving: TypeAlias = Literal["keep", "offload", "recompute", "nothing"]
 UpdateOrder: TypeAlias = Literal["together", "weights_first"]
 SMALLEST_EPS = 2.0**-126  # the smallest normal float32; the kernels take none below
 
@@ -25,8 +26,9 @@ class EngineConfig:
     Attributes:
         activations: what a layer leaves for its backward: ``"keep"`` its graph, ``"offload"`` what
             the graph saved to host memory, or ``"recompute"`` it from the layer's input.
-        recompute_layers: with ``"keep"`` or ``"offload"``, how many layers, from the first,
-            recompute all the same; None lets the trainer choose by what fits (on the CPU none).
+        recompute_layers: with ``"keep"`` or ``"offload"``, how many layers, from the first that
+            backward reaches, recompute all the same; None lets the trainer choose by what fits (on
+            the CPU none).
         offload_layers: with ``"keep"``, how many of the layers that do not recompute offload,
             evenly among them; None lets the trainer choose (on the CPU none).
         device_units: how many units, from the embedding on, have weights, moments and gradient on
@@ -123,21 +125,27 @@ class EngineConfig:
                 f"engine.activations is {self.activations!r}: keep, offload or recompute"
             )
 
-    def activation_plan(self, num_layers: int) -> tuple[Activations, ...]:
-        """What each layer leaves for its backward."""
+    def activation_plan(self, num_layers: int, first: int = 0) -> tuple[Leaving, ...]:
+        """What each layer leaves for its backward; those before ``first`` have none."""
         return _activation_plan(
-            self.activations, self.recompute_layers or 0, self.offload_layers or 0, num_layers
+            self.activations,
+            self.recompute_layers or 0,
+            self.offload_layers or 0,
+            num_layers,
+            first,
         )
 
 
 @functools.lru_cache(maxsize=4096)
 def _activation_plan(
-    activations: Activations, recompute: int, offload: int, num_layers: int
-) -> tuple[Activations, ...]:
-    recompute = num_layers if activations == "recompute" else min(recompute, num_layers)
-    rest = num_layers - recompute
+    activations: Activations, recompute: int, offload: int, num_layers: int, first: int
+) -> tuple[Leaving, ...]:
+    reached = num_layers - first
+    recompute = reached if activations == "recompute" else min(recompute, reached)
+    rest = reached - recompute
     offload = rest if activations == "offload" else min(offload, rest)
-    plan: list[Activations] = ["recompute"] * recompute
+    plan: list[Leaving] = ["nothing"] * first
+    plan += ["recompute"] * recompute
     # Evenly among the others: copies of neighbours would queue up behind each other.
     plan += ["offload" if i * offload % rest < offload else "keep" for i in range(rest)]
     return tuple(plan)

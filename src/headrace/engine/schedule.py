@@ -53,6 +53,7 @@ def plan_uses(
     num_slots: int,
     *,
     backward: bool = True,
+    first: int = 0,
     reuse: bool = True,
     resident: Mapping[int, int] | None = None,
 ) -> list[Use]:
@@ -63,6 +64,7 @@ def plan_uses(
         num_waves: passes over the model.
         num_slots: windows on the device.
         backward: follow each forward pass by a backward pass in reverse order.
+        first: the last layer of a backward pass; those before it have none.
         reuse: take a layer that is still in a slot as it is; False sends it every time.
         resident: layers that are never sent, and the slots (beyond ``num_slots``) they are in.
     """
@@ -71,7 +73,7 @@ def plan_uses(
     for wave in range(num_waves):
         order += [(layer, wave, "forward") for layer in range(num_layers)]
         if backward:
-            order += [(layer, wave, "backward") for layer in reversed(range(num_layers))]
+            order += [(layer, wave, "backward") for layer in reversed(range(first, num_layers))]
     next_use = _next_uses([layer for layer, _, _ in order])
     held: dict[int, int] = {}  # slot -> layer
     last_use: dict[int, int] = {}  # slot -> index of the latest use

@@ -1,8 +1,9 @@
 """Waves of micro-batches through the whole model: forward, head, backward.
 
 Within a wave every micro-batch passes through a layer before the next layer is sent. Invariants:
-what a layer leaves for its backward is kept, offloaded or recomputed by its index alone; gradients
-of all waves are summed before a unit's gradient returns, in the last one.
+what a layer leaves for its backward is kept, offloaded or recomputed by its index alone; backward
+ends with the first layer that anything is trained in; gradients of all waves are summed before a
+unit's gradient returns, in the last one.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class Waves:
         self._updater = updater
         self._device = device
         self._exposure = exposure
-        self._plan = config.activation_plan(spec.num_layers)
+        self._first = spec.first_trained_layer
+        self._plan = config.activation_plan(spec.num_layers, self._first)
         self._offload: ActivationOffload | None = None
         if "offload" in self._plan:
             self._offload = ActivationOffload(
@@ -128,7 +130,7 @@ class Waves:
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         with pinned_backend(deterministic=self._config.deterministic):
             windows.fetch_embed()
-            walk = windows.walk(num_layers, len(waves), backward=True)
+            walk = windows.walk(num_layers, len(waves), backward=True, first=self._first)
             for number, wave in enumerate(waves):
                 first, last = number == 0, number == len(waves) - 1
                 batches = [DeviceBatch.moved(micro_batches[m], self._device) for m in wave]
@@ -151,7 +153,7 @@ class Waves:
                     )
                 if last:
                     self._updater.return_gradient(num_layers + 1, accumulators.head, early)
-                for use, slot in walk.layers(num_layers):
+                for use, slot in walk.layers(num_layers - self._first):
                     accumulator = accumulators.layer(use.layer)
                     if first:
                         accumulators.begin(1 + use.layer, self._passes.summed(1 + use.layer))
@@ -199,7 +201,8 @@ class Waves:
         records: list[list[LayerRecord]] = []
         for use, slot in walk.layers(self._spec.num_layers):
             row = []
-            keep = self._plan[use.layer] != "recompute"
+            leaving = self._plan[use.layer]
+            keep, reached = leaving in ("keep", "offload"), leaving != "nothing"
             for m in range(len(hidden)):
                 hidden[m], record = self._passes.layer_forward(
                     use.layer,
@@ -207,15 +210,16 @@ class Waves:
                     hidden[m],
                     arguments[m][use.layer],
                     keep=keep,
-                    leaves_device=self._plan[use.layer] == "offload",
-                    accumulator=self._accumulators.layer(use.layer),
+                    leaves_device=leaving == "offload",
+                    accumulator=self._accumulators.layer(use.layer) if reached else None,
                     seeds_B=dropout_seeds[m][use.layer] if dropout_seeds else None,
                 )
                 if record.routers:
                     routing.seen(use.layer, wave[m], record.routers)
                 if not keep:
                     record.routers = ()
-                row.append(record)
+                if reached:
+                    row.append(record)
                 if self._offload is not None and record.activations is not None:
                     with self._exposure.waiting("offload"):
                         self._offload.send(use.layer, m, record.activations)

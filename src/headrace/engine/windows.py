@@ -147,17 +147,21 @@ class Windows:
             self.expand(1 + use.layer, slot)
         return slot
 
-    def walk(self, num_layers: int, num_waves: int, *, backward: bool) -> Walk:
-        """Begin a step over the first ``num_layers`` layers: the first transfers are queued."""
+    def walk(self, num_layers: int, num_waves: int, *, backward: bool, first: int = 0) -> Walk:
+        """Begin a step over the first ``num_layers`` layers: the first transfers are queued.
+
+        Backward ends with layer ``first``.
+        """
         plan = plan_uses(
             num_layers,
             num_waves,
             self._num_streaming,
             backward=backward,
+            first=first,
             reuse=not self._poison,
             resident=self._resident,
         )
-        return Walk(self, plan, num_layers)
+        return Walk(self, plan, num_layers, first)
 
     def after_layers(self) -> None:
         """A wave's last layer is in the compute stream; what follows is the embedding's."""
@@ -205,8 +209,9 @@ class Windows:
 class Walk:
     """One pass over a plan: issues transfers as slots become free, hands out filled slots."""
 
-    def __init__(self, windows: Windows, plan: list[Use], num_layers: int) -> None:
+    def __init__(self, windows: Windows, plan: list[Use], num_layers: int, first: int) -> None:
         """Queue the transfers that need no slot to be freed."""
+        self._first = first
         self._windows = windows
         forward = [index for index, use in enumerate(plan[:num_layers]) if use.fetch]
         self._last_forward = forward[-1] if forward else None
@@ -226,7 +231,7 @@ class Walk:
             yield use, self._windows.wait_for(use)
             self._windows.mark_free(use)  # means nothing for a resident layer's own slot
             self._start(index)
-            if use.layer == 0 and use.phase == "backward":
+            if use.layer == self._first and use.phase == "backward":
                 self._windows.after_layers()
 
     def _start(self, done: int) -> None:

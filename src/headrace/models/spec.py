@@ -251,6 +251,12 @@ class ModelSpec:
         """Parameters that have gradients and optimizer state, adapters included."""
         return sum(unit.num_trainable_parameters for unit in self.units)
 
+    @property
+    def first_trained_layer(self) -> int:
+        """The first layer that backward passes through: below it nothing is trained."""
+        trained = [bool(unit.num_trainable) for unit in self.units[:-1]]
+        return max(0, trained.index(True) - 1) if any(trained) else self.num_layers
+
     def parameter_names(self) -> Iterator[str]:
         """Names of all parameters, in order of units and offsets."""
         for unit in self.units:

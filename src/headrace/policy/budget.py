@@ -209,10 +209,10 @@ def _retained_elements(
 def _activation_bytes(
     spec: ModelSpec, config: EngineConfig, workload: Workload, compute: int
 ) -> int:
-    plan = config.activation_plan(spec.num_layers)
+    plan = config.activation_plan(spec.num_layers, spec.first_trained_layer)
     tokens = workload.tokens * workload.per_wave(config)
     kept = sum(size for size, what in zip(_kept(spec), plan, strict=True) if what == "keep")
-    inputs = (len(plan) - plan.count("keep")) * spec.hidden_size
+    inputs = (plan.count("offload") + plan.count("recompute")) * spec.hidden_size
     # On its way, and being made: so many micro-batches of a layer, not of a wave.
     leaving = workload.tokens * (IN_FLIGHT + 1) * max(_leaving(spec, config), default=0)
     # The wave's hidden state and its gradient.
@@ -229,12 +229,12 @@ def offloaded_bytes(
 def _leaving(spec: ModelSpec, config: EngineConfig) -> list[int]:
     """Elements a token of each layer that offloads."""
     hidden = spec.hidden_size
-    plan = config.activation_plan(spec.num_layers)
+    plan = config.activation_plan(spec.num_layers, spec.first_trained_layer)
     sizes = zip(_kept(spec), plan, strict=True)
     return [size - hidden for size, what in sizes if what == "offload"]
 
 
-@functools.lru_cache(maxsize=4)  # a search asks for one model thousands of times
+@functools.lru_cache(maxsize=4)  # as above
 def _kept(spec: ModelSpec) -> tuple[int, ...]:
     return tuple(kept_elements_per_token(spec, layer) for layer in spec.units[1:-1])
 

@@ -3,9 +3,9 @@
 Forward walks over the units; a unit may start when its weights are there, and a streamed unit's
 weights are sent only after the host has updated it (``deferred`` clipping, the slower case). What
 compute then waits for is exposed. Moments that are updated after all weights must be done when
-their unit's gradient returns. Backward needs each streamed unit once more and returns its
-gradient. Of several ranks each sends, returns and updates its share, and what they exchange adds to
-what is sent. Pure.
+their unit's gradient returns. Backward needs each streamed unit that it reaches once more and
+returns its gradient. Of several ranks each sends, returns and updates its share, and what they
+exchange adds to what is sent. Pure.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from headrace.models.flops import flops_per_token
+from headrace.models.flops import flops_per_token, forward_flops_per_token
 from headrace.models.left_out import num_left_out
 from headrace.policy.budget import offloaded_bytes
 
@@ -99,18 +99,17 @@ def predict_step(
     share, others = 1 / num_ranks, (num_ranks - 1) / num_ranks
     num_resident = config.device_units or 0
     tokens = workload.tokens * workload.micro_batches
-    matrices = _flops_per_token(spec, 1)
-    attention = _flops_per_token(spec, workload.sequence_length) - matrices
-    head_flops = 6.0 * spec.vocab_size * spec.hidden_size
-    layer_flops = matrices - head_flops + attention / rates.attention
-    layer_forward = tokens * layer_flops / 3 / rates.flops / spec.num_layers
-    head = tokens * head_flops / rates.flops  # forward and backward in one pass
-    again = [
-        i for i, how in enumerate(config.activation_plan(spec.num_layers)) if how == "recompute"
-    ]
+    work = _work(spec, workload.sequence_length)
+    first, reached = work.first, spec.num_layers - work.first
+    layer_flops = work.matrices + work.attention / rates.attention
+    forward_flops = work.forward_matrices + work.forward_attention / rates.attention
+    layer_forward = tokens * forward_flops / rates.flops / spec.num_layers
+    head = tokens * work.head / rates.flops  # forward and backward in one pass
+    plan = config.activation_plan(spec.num_layers, first)
+    again = [index for index, leaving in enumerate(plan) if leaving == "recompute"]
     recompute = len(again) * layer_forward
     if config.compile is not False:
-        recompute -= tokens * 2.0 * sum(num_left_out(spec, i) for i in again) / rates.flops
+        recompute -= tokens * 2.0 * sum(work.left_out[i] for i in again) / rates.flops
     waves = workload.num_waves(config)
 
     weights_first = config.update_order == "weights_first"
@@ -128,7 +127,7 @@ def predict_step(
             clock = max(clock, sent)
         if 0 < index < len(layouts) - 1:
             clock += layer_forward / waves
-    backward = 2 * spec.num_layers * layer_forward + recompute
+    backward = tokens * (layer_flops - forward_flops) / rates.flops + recompute
     if weights_first:
         last_wave = clock + layer_forward * (spec.num_layers * (waves - 1) / waves)
         last_wave += (head + backward) * (waves - 1) / waves + head / waves
@@ -137,27 +136,30 @@ def predict_step(
             num_resident=num_resident,
             begun=updated,
             returning=last_wave,
-            between=backward / waves / spec.num_layers,
+            between=backward / waves / max(1, reached),
         )
     streamed = layouts[max(1, num_resident) : -1]
-    moved = sum(layout.size for layout in streamed)
-    passes = 2 * waves - 1 if len(streamed) > config.weight_slots else 0
+    moved = (waves - 1) * sum(layout.size for layout in streamed)
+    moved += waves * sum(layout.size for layout in layouts[max(1 + first, num_resident) : -1])
+    if len(streamed) <= config.weight_slots:
+        moved = 0
     between = backward + spec.num_layers * layer_forward * (waves - 1) / waves
-    waited_h2d += max(0.0, 2 * moved * share * passes / rates.h2d_bytes - between)
-    waited_d2h = max(0.0, 2 * moved * share / rates.d2h_bytes - backward / waves)
+    waited_h2d += max(0.0, 2 * moved * share / rates.h2d_bytes - between)
+    returned = sum(layout.num_trainable for layout in streamed)
+    waited_d2h = max(0.0, 2 * returned * share / rates.d2h_bytes - backward / waves)
     # Weights twice a wave in two bytes, sums of gradients once in four.
     whole = sum(layout.size for layout in layouts)
     exchanged = others * whole * (2 * 2 * waves + 4) / rates.exchange_bytes
     waited_exchange = max(0.0, exchanged - between - layer_forward * spec.num_layers / waves)
     resident = sum(layout.num_trainable for layout in layouts[:num_resident])
     trained = sum(layout.num_trainable for layout in layouts)
-    compute = 3 * spec.num_layers * layer_forward + recompute + head
+    compute = spec.num_layers * layer_forward + backward + head
     # Every micro-batch reads and writes the float32 sums.
     compute += 2 * 4 * trained * workload.micro_batches / rates.device_bytes
     compute += share * resident / rates.device_update_parameters
     away = offloaded_bytes(spec, config, workload)
     compute += 2 * away * waves / rates.device_bytes  # copies take the memory's time, too
-    meanwhile = (spec.num_layers - len(again)) * layer_forward / waves
+    meanwhile = (reached - len(again)) * layer_forward / waves
     waited_offload = waves * max(0.0, away / rates.d2h_bytes - meanwhile)
     waited_offload += waves * max(0.0, away / rates.h2d_bytes - 2 * meanwhile)
     exposed = {
@@ -171,9 +173,38 @@ def predict_step(
     return StepTime(seconds=compute + sum(exposed.values()), compute=compute, exposed=exposed)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Work:
+    """FLOPs a token; ``forward_`` is forward alone, ``head`` all of it.
+
+    Attributes:
+        first: the first layer that backward reaches.
+        left_out: elements of the matrices that recompute does not multiply, by layer.
+    """
+
+    first: int
+    matrices: float
+    attention: float
+    forward_matrices: float
+    forward_attention: float
+    head: float
+    left_out: tuple[int, ...]
+
+
 @functools.lru_cache(maxsize=8)  # a search asks for one model thousands of times
-def _flops_per_token(spec: ModelSpec, sequence_length: int) -> float:
-    return flops_per_token(spec, sequence_length)
+def _work(spec: ModelSpec, sequence_length: int) -> _Work:
+    head = 6.0 * spec.vocab_size * spec.hidden_size
+    matrices = flops_per_token(spec, 1)
+    forward_matrices, forward_attention = forward_flops_per_token(spec, sequence_length)
+    return _Work(
+        first=spec.first_trained_layer,
+        matrices=matrices - head,
+        attention=flops_per_token(spec, sequence_length) - matrices,
+        forward_matrices=forward_matrices,
+        forward_attention=forward_attention,
+        head=head,
+        left_out=tuple(num_left_out(spec, index) for index in range(spec.num_layers)),
+    )
 
 
 def _wait_for_moments(

@@ -87,7 +87,7 @@ def place(
             time=predict_step(spec, engine, cut, rates),
         )
     units = choice.config.device_units or 0
-    plan = choice.config.activation_plan(spec.num_layers)
+    plan = choice.config.activation_plan(spec.num_layers, spec.first_trained_layer)
     say(
         f"placement: {units} of {len(spec.units)} units on the device, "
         f"{plan.count('recompute')} of {spec.num_layers} layers recompute"
@@ -105,7 +105,7 @@ def _left_out(spec: ModelSpec, engine: EngineConfig) -> str:
     """The matrices that recompute leaves out, in words."""
     if engine.compile is False:
         return ""
-    plan = enumerate(engine.activation_plan(spec.num_layers))
+    plan = enumerate(engine.activation_plan(spec.num_layers, spec.first_trained_layer))
     again = [index for index, mode in plan if mode == "recompute"]
     names = sorted({name.removesuffix(".weight") for i in again for name in left_out(spec, i)})
     return f" (without {', '.join(names)})" if names else ""

@@ -56,6 +56,11 @@ def qwen3_4b():
     return qwen3(hidden_size=2560, intermediate_size=9728, tie_word_embeddings=True)
 
 
+def layer_of(name):
+    _, _, rest = name.partition(".layers.")
+    return int(rest.split(".")[0]) if rest else -1
+
+
 def settings(**kwargs):
     return EngineConfig(**({"loss_chunk_tokens": 4096} | kwargs))
 
@@ -116,6 +121,25 @@ def test_compiled_recompute_is_predicted_without_what_it_leaves_out(qwen3_8b):
     assert saved(qwen3_8b) == pytest.approx(2 * 36 * 4096 * 12288 * WORKLOAD.tokens / RATES.flops)
     post_norm = ModelSpec(Olmo2Config(num_hidden_layers=2))
     assert saved(post_norm) == 0
+
+
+def test_a_frozen_lower_half_is_predicted_without_backward(qwen3_8b):
+    """Forward alone of half of the layers: two thirds of their time, and what they would keep."""
+    half = ModelSpec(
+        qwen3_8b.config,
+        trainable=lambda name: "lm_head" in name or layer_of(name) >= 18,
+    )
+    config = settings(device_units=38, recompute_layers=0)
+    layers, fewer = (
+        predict_step(spec, config, WORKLOAD, RATES).compute for spec in (qwen3_8b, half)
+    )
+    head = 6 * 151936 * 4096 * WORKLOAD.tokens / RATES.flops
+    assert (fewer - head) / (layers - head) == pytest.approx(2 / 3, rel=0.03)
+    kept, less = (
+        step_budget(spec, config, "bfloat16", WORKLOAD).device["activations"]
+        for spec in (qwen3_8b, half)
+    )
+    assert less / kept == pytest.approx(1 / 2, rel=0.01)
 
 
 def test_choice_splits_a_step_in_waves_when_that_makes_room(qwen3_8b):
