@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     Array = NDArray[np.float64]
     Rows = NDArray[np.intp]
 
+_ROUNDING = 1e-12  # of a column's size, below which a difference is none
+
 
 @dataclass(frozen=True, kw_only=True)
 class ShiftedTargets:
@@ -100,10 +102,23 @@ class View:
         return observed
 
 
-def _residual(y: Array, features_nP: Array, *, intercept: bool) -> Array:
-    if intercept:
-        y = y - y.mean()
-        features_nP = features_nP - features_nP.mean(axis=0)
+def _in_units(moved_nD: Array, original_nD: NDArray[np.floating]) -> Array:
+    """Columns from which a mean was taken, in units near 1, so that no column hides another.
+
+    A column that had no more than the mean holds rounding alone, which is 0 here. Powers of two
+    round nothing.
+    """
+    if len(moved_nD) == 0 or moved_nD.shape[1] == 0:
+        return moved_nD
+    left_D, size_D = (
+        np.maximum(v.max(axis=0), -v.min(axis=0)).astype(np.float64)
+        for v in (moved_nD, original_nD)
+    )
+    scaled: Array = np.ldexp(moved_nD, -np.frexp(left_D)[1])
+    return np.where(left_D > _ROUNDING * size_D, scaled, 0.0)
+
+
+def _residual(y: Array, features_nP: Array) -> Array:
     if features_nP.shape[1] == 0:
         return y
     coefficients, *_ = np.linalg.lstsq(features_nP, y, rcond=None)
@@ -125,7 +140,8 @@ def common_view(panel: Panel, offsets: NDArray[np.int64]) -> View:
     """Dates that have an embedded row; the target is the mean over *all* rows of the date."""
     means = _date_means(panel, panel.y)
     features = _date_means(panel, panel.features)
-    residual = _residual(means, features, intercept=True)
+    features = _in_units(features - features.mean(axis=0), panel.features)
+    residual = _residual(means - means.mean(), features)
     rows = panel.embedded_rows
     sessions, weight = np.unique(panel.session[rows], return_counts=True)
     first, last = extremes(panel.session, panel.label_start, panel.label_end, panel.num_sessions)
@@ -154,14 +170,14 @@ def entity_view(panel: Panel, offsets: NDArray[np.int64]) -> View:
     """Rows without their date's mean."""
     y = panel.y - _date_means(panel, panel.y)[panel.session]
     features = panel.features - _date_means(panel, panel.features)[panel.session]
-    residual = _residual(y, features, intercept=False)
+    residual = _residual(y, _in_units(features, panel.features))
     return _row_view("entity", panel, entity_rows(panel), panel.matrix(residual)[None], offsets)
 
 
 def level_view(panel: Panel, offsets: NDArray[np.int64]) -> View:
     """All embedded rows, the target as it is and the features that move with it."""
     y = panel.y - panel.y.mean()
-    features = panel.features - panel.features.mean(axis=0)
+    features = _in_units(panel.features - panel.features.mean(axis=0), panel.features)
     matrices = np.stack([panel.matrix(column) for column in (y, *features.T)])
     return _row_view("level", panel, panel.embedded_rows, matrices, offsets)
 
@@ -210,7 +226,7 @@ def channel_book(panel: Panel, values_nD: NDArray[np.floating], channel: Channel
             (np.ones(len(rows)), (np.arange(len(rows)), panel.entity[rows])),
             shape=(len(rows), panel.num_entities),
         )
-        return GramBook(by_date @ values_nD - by_entity @ own)
+        return GramBook(_in_units(by_date @ values_nD - by_entity @ own, values_nD))
     means = _averages(session, panel.num_sessions) @ values_nD
     kept = np.isin(rows, entity_rows(panel))
-    return GramBook(values_nD[kept] - means[session[kept]])
+    return GramBook(_in_units(values_nD[kept] - means[session[kept]], values_nD))

@@ -5,11 +5,14 @@ Owns the settings; they are written into the result. It reads no files.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import numpy as np
 
 from headrace.errors import ConfigError
+
+_OFFSET = re.compile(r"T.*(Z|[+-]\d\d(:?\d\d)?)\s*$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +21,7 @@ class AuditConfig:
 
     Attributes:
         split_date: last training date of ``chronological`` (ISO); by default the date that
-            leaves 70% of the sessions for training.
+            leaves 70% of the sessions that have a vector for training.
         num_shifts: shifted-date draws; all admissible ones where there are fewer.
         num_blocks: folds of ``purged_kfold``.
         entity_folds: folds of ``group_kfold``.
@@ -88,6 +91,11 @@ def parse_date(text: str, what: str) -> np.datetime64:
     Raises:
         ConfigError: text that is no date.
     """
+    if _OFFSET.search(text):
+        raise ConfigError(
+            f"{what} is {text!r}, with a time zone, and compared with the panel's dates as written",
+            remedy="write it in the time zone of the panel's dates, without an offset",
+        )
     try:
         moment = np.datetime64(text.strip())
     except ValueError as error:

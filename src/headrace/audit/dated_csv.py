@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from headrace.audit.csv_files import read_csv
 from headrace.errors import DataError
 
 if TYPE_CHECKING:
@@ -16,16 +17,15 @@ def read_columns(path: Path, columns: tuple[str, ...], *, what: str) -> pl.DataF
     """The CSV at ``path``, which holds ``what`` and must have ``columns``.
 
     Raises:
-        DataError: the file or a column is missing.
+        DataError: the file or a column is missing, or it is no CSV.
     """
-    import polars as pl  # noqa: PLC0415  # half a second; only figures from files need it
-
-    if not path.is_file():
-        raise DataError(f"no {what} at {path}")
-    frame = pl.read_csv(path, infer_schema_length=None)
+    frame = read_csv(path, what=what)
     missing = [name for name in columns if name not in frame.columns]
     if missing:
-        raise DataError(f"{path} lacks {', '.join(missing)}; it needs {', '.join(columns)}")
+        raise DataError(
+            f"{path} lacks {', '.join(missing)}; it has {', '.join(frame.columns)}",
+            remedy=f"name the columns {', '.join(columns)}",
+        )
     return frame
 
 

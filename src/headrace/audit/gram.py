@@ -79,6 +79,9 @@ class GramBook:
     def __init__(self, values: NDArray[np.floating]) -> None:
         """Take ``(n, D)``; centred and scaled once, for the numbers' sake, which changes no fit."""
         self.values: Array = np.array(values, dtype=np.float64, order="C")
+        # A power of two rounds nothing; without it, squares of huge or tiny numbers are none.
+        largest = np.maximum(self.values.max(axis=0), -self.values.min(axis=0))
+        self.values = np.ldexp(self.values, -np.frexp(largest)[1])
         self.values -= self.values.mean(axis=0)
         scale = np.sqrt(np.einsum("nd,nd->d", self.values, self.values) / len(self.values))
         # A dimension without variance carries nothing; 1 keeps it at zero.

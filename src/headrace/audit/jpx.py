@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from headrace.audit.columns import instants, numbers
+from headrace.audit.csv_files import read_csv
 from headrace.audit.panel import Panel, make_panel, name_rows
 from headrace.errors import ConfigError, DataError
 
@@ -71,28 +73,42 @@ def read_jpx(path: Path) -> JpxPrices:
         DataError: the file is missing, lacks a column, repeats a security and date, or holds a
             target that its own prices contradict (rows are named by RowId).
     """
-    import polars as pl  # noqa: PLC0415  # half a second; only panels from files need it
-
     if not path.is_file():
         raise DataError(
             f"no JPX price file at {path}",
             remedy="download stock_prices.csv of the Kaggle competition, or write a synthetic one",
         )
-    frame = pl.read_csv(path, infer_schema_length=None)
+    frame = read_csv(path, what="JPX price file")
     missing = [column for column in COLUMNS if column not in frame.columns]
     if missing:
-        raise DataError(f"{path} lacks {', '.join(missing)}; a JPX price file has all of {COLUMNS}")
+        raise DataError(
+            f"{path} lacks {', '.join(missing)}; a JPX price file has all of {COLUMNS}",
+            remedy="use the file as the competition published it",
+        )
     frame = frame.sort("SecuritiesCode", "Date")
-    code = frame["SecuritiesCode"].cast(pl.Int64).to_numpy()
-    date = frame["Date"].cast(pl.String).str.to_date().to_numpy().astype("datetime64[us]")
-    close, volume, target = (_floats(frame, c) for c in ("Close", "Volume", "Target"))
+    date, _ = instants(frame["Date"], f"{path}: column 'Date'")
+    security, close, volume, target, factor = (
+        numbers(frame[c], f"{path}: column {c!r}")
+        for c in ("SecuritiesCode", "Close", "Volume", "Target", "AdjustmentFactor")
+    )
+    for column, bad in (
+        ("Date", np.isnat(date)),
+        ("SecuritiesCode", np.isnan(security)),
+        ("AdjustmentFactor", ~(factor > 0)),
+    ):
+        if bad.any():
+            raise DataError(
+                f"{path}: {column} is missing or not positive: {_row_ids(frame, bad)}",
+                remedy="use the file as the competition published it",
+            )
+    code = security.astype(np.int64)
     same = np.concatenate(([False], (code[1:] == code[:-1])))
     repeated = same & np.concatenate(([False], date[1:] == date[:-1]))
     if repeated.any():
         raise DataError(f"{path} repeats a security and date: {_row_ids(frame, repeated)}")
     starts = np.flatnonzero(~same)
     first_row = np.repeat(starts, np.diff(np.append(starts, len(code))))
-    adjusted = adjusted_close(close, _floats(frame, "AdjustmentFactor"), first_row)
+    adjusted = adjusted_close(close, factor, first_row)
     computed = targets(adjusted, first_row)
     both = ~np.isnan(computed) & ~np.isnan(target)
     wrong = both & ~np.isclose(computed, target, rtol=0, atol=TARGET_TOLERANCE)
@@ -115,12 +131,6 @@ def read_jpx(path: Path) -> JpxPrices:
             "rows without prices": int(np.isnan(close).sum()),
         },
     )
-
-
-def _floats(frame: pl.DataFrame, column: str) -> Array:
-    import polars as pl  # noqa: PLC0415  # loaded by whoever made the frame
-
-    return frame[column].cast(pl.Float64).fill_null(float("nan")).to_numpy()
 
 
 def _row_ids(frame: pl.DataFrame, mask: NDArray[np.bool_]) -> str:

@@ -8,7 +8,7 @@ judges nothing (:mod:`headrace.audit.verdict`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from headrace.audit.records import Channel
 
 SEEN_UNSEEN_FOLDS, SEEN_UNSEEN_BLOCKS = 2, 6
+_NO_VARIANCE = 1e-20  # of the target's: what rounding leaves of a channel that has none
+_SAFE_EXPONENT = 100  # of 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +142,14 @@ def num_usable_blocks(panel: Panel) -> int:
     return int((sessions.max() - sessions.min() + 1) // length)
 
 
+def _in_a_safe_unit(panel: Panel) -> Panel:
+    """The panel with targets whose squares are numbers; no figure depends on their unit."""
+    exponent = int(np.frexp(np.abs(panel.y).max())[1])
+    if abs(exponent) <= _SAFE_EXPONENT:
+        return panel
+    return replace(panel, y=np.ldexp(panel.y, -exponent))
+
+
 def build_layout(panel: Panel, config: AuditConfig) -> Layout:
     """Plan an audit.
 
@@ -151,6 +161,7 @@ def build_layout(panel: Panel, config: AuditConfig) -> Layout:
             f"{panel.num_sessions} dates make {num_usable_blocks(panel)} blocks; at least "
             f"{MIN_BLOCKS} are needed"
         )
+    panel = _in_a_safe_unit(panel)
     refusal = shift_refusal(panel)
     rng = np.random.default_rng(config.seed)
     offsets = (
@@ -177,12 +188,17 @@ def build_layout(panel: Panel, config: AuditConfig) -> Layout:
     for channel, build in builders.items():
         if counts[channel] < least[channel]:
             untested[channel] = f"{counts[channel]} dates, {least[channel]} are needed"
+            continue
+        view = build(panel, moved)
+        if view.target.var() <= _NO_VARIANCE * panel.y[panel.embedded_rows].var():
+            untested[channel] = "its target does not vary beyond what the numeric features say"
         else:
-            views[channel] = build(panel, moved)
+            views[channel] = view
     tested = [channel for channel in CHANNELS if channel in views]
     embargo = config.embargo_sessions
     if config.split_date is None:
-        split = panel.sessions[int(0.7 * panel.num_sessions) - 1]
+        dated = np.unique(panel.session[panel.embedded_rows])
+        split = panel.sessions[dated[int(0.7 * len(dated)) - 1]]
     else:
         split = parse_date(config.split_date, "split_date")
     purged, forward = {}, {}
@@ -282,6 +298,6 @@ def project(values: NDArray[np.floating], max_dimension: int, seed: int) -> NDAr
         return values
     rng = np.random.default_rng(seed)
     matrix: NDArray[np.float32] = rng.standard_normal((dimension, max_dimension), dtype=np.float32)
-    scale = values.std(axis=0)
+    scale = values.std(axis=0, dtype=np.float64)
     scaled = (matrix / np.where(scale > 0, scale, 1.0)[:, None]).astype(np.float32)
     return np.asarray(values, dtype=np.float32) @ scaled

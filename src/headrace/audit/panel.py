@@ -211,6 +211,11 @@ def make_panel(
             f"panel {name!r}: column 'embedded' marks none of rows 0 to {num_rows - 1}",
             remedy="mark the rows that have a vector with true, or drop the column if all have one",
         )
+    if np.ptp(columns["y"][mask]) == 0.0:
+        raise DataError(
+            f"panel {name!r}: the target is constant in the embedded rows ({name_rows(mask)})",
+            remedy="mark rows with different targets as embedded, or check y",
+        )
     past = columns["label_end"] < columns["date"]
     if past.any():
         early = (

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from scipy import stats
 
+from headrace.audit.columns import numbers
 from headrace.audit.dated_csv import parse_dates, read_columns
 from headrace.audit.records import Figure, PerplexityRecord
 from headrace.errors import DataError
@@ -84,14 +85,12 @@ def read_losses(path: Path, *, stack: str) -> tuple[PerplexityRecord, ...]:
     Raises:
         DataError: the file or a column is missing, or a value is none.
     """
-    import polars as pl  # noqa: PLC0415  # half a second; only losses from files need it
-
     frame = read_columns(path, ("date", "loss_sum", "num_tokens"), what="document losses")
     dates = parse_dates(path, frame["date"], length=10).to_numpy()
     return losses_by_month(
         dates,
-        frame["loss_sum"].cast(pl.Float64).to_numpy(),
-        frame["num_tokens"].cast(pl.Int64).to_numpy(),
+        numbers(frame["loss_sum"], f"{path}: column 'loss_sum'"),
+        np.nan_to_num(numbers(frame["num_tokens"], f"{path}: column 'num_tokens'")).astype(int),
         stack=stack,
     )
 

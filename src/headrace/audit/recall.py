@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from headrace.audit.columns import numbers
 from headrace.audit.config import parse_date
 from headrace.audit.dated_csv import parse_dates, read_columns
 from headrace.audit.records import Figure, RecallRecord
@@ -66,15 +67,13 @@ def read_answers(path: Path) -> RecallAnswers:
     Raises:
         DataError: the file or a column is missing, or a value is none.
     """
-    import polars as pl  # noqa: PLC0415  # half a second; only answers from files need it
-
     frame = read_columns(path, ("date", "stated", "true"), what="recall answers")
     frame = frame.sort("date")
     date = parse_dates(path, frame["date"]).to_numpy().astype("datetime64[us]")
     return RecallAnswers(
         date=date,
-        stated=frame["stated"].cast(pl.Float64).to_numpy(),
-        true=frame["true"].cast(pl.Float64).to_numpy(),
+        stated=numbers(frame["stated"], f"{path}: column 'stated'"),
+        true=numbers(frame["true"], f"{path}: column 'true'"),
     )
 
 

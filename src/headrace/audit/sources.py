@@ -143,7 +143,7 @@ def load_vectors(name: str, source: EmbeddingSource, panel: Panel) -> NDArray[np
             f"embedding {name!r} is missing or infinite in panel {name_rows(bad)}",
             remedy="embed these rows again, or drop them from the panel",
         )
-    if (np.ptp(values, axis=0) == 0).all():
+    if (values.max(axis=0) == values.min(axis=0)).all():
         raise DataError(
             f"embedding {name!r} is the same vector in all {len(rows)} rows",
             remedy="check that prompts differ and that the last real token is pooled, not padding",

@@ -344,7 +344,7 @@ class EntityKFold(_Splitter):
             raise DataError(
                 f"{num_entities} entities (rows 0 to {len(self.times) - 1}) cannot be split into "
                 f"{self.num_splits} folds of disjoint entities",
-                remedy="use at most as many folds as entities",
+                remedy="use at most as many folds as entities (entity_folds, --entity-folds)",
             )
         rows = np.zeros(len(self.times))
         yield from GroupKFold(self.num_splits).split(rows, groups=groups)

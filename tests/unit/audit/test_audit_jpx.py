@@ -87,6 +87,9 @@ def test_targets_are_recomputed_and_agree_with_the_file(path):
     assert (np.abs(raw[both] - computed[both]) > 0.3).any(), "raw closes would show the splits"
 
 
+at_7 = pl.int_range(pl.len()) == 7
+
+
 def rewritten(path, tmp_path, change):
     frame = change(pl.read_csv(path))
     out = tmp_path / "stock_prices.csv"
@@ -110,6 +113,22 @@ def test_a_target_that_prices_contradict_is_refused_by_row_id(path, tmp_path):
     [
         (lambda f: pl.concat([f, f[3:4]]), "repeats"),
         (lambda f: f.drop("AdjustmentFactor"), "lacks AdjustmentFactor"),
+        (
+            lambda f: f.with_columns(
+                AdjustmentFactor=pl.when(at_7).then(None).otherwise("AdjustmentFactor")
+            ),
+            "AdjustmentFactor is missing or not positive: row",
+        ),
+        (
+            lambda f: f.with_columns(
+                Close=pl.when(at_7).then(pl.lit("-")).otherwise(pl.col("Close").cast(pl.String))
+            ),
+            "'Close' holds text that is no number",
+        ),
+        (
+            lambda f: f.with_columns(Date=pl.when(at_7).then(pl.lit("soon")).otherwise("Date")),
+            "'Date' has text that is no date",
+        ),
     ],
 )
 def test_files_of_another_shape_are_refused(path, tmp_path, change, words):

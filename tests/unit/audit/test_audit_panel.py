@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import gzip
 import re
 
 import numpy as np
@@ -76,6 +77,33 @@ MISTAKES = {
     "missing column": (frame().drop("label_end"), "'label_end'"),
     "no rows": (frame()[:0], "no rows"),
     "nothing embedded": (bad(embedded=pl.lit(value=False)), "'embedded'"),
+    "text in the target": (
+        bad(y=pl.when(at_3).then(pl.lit("up")).otherwise(pl.col("y").cast(pl.String))),
+        "'up') in row 3",
+    ),
+    "text for a missing target": (
+        bad(y=pl.when(at_3).then(pl.lit("NA")).otherwise(pl.col("y").cast(pl.String))),
+        "missing or infinite in row 3",
+    ),
+    "blank entity": (bad(entity=pl.when(at_3).then(pl.lit(" ")).otherwise("entity")), "row 3"),
+    "flags that are none": (bad(embedded=pl.when(at_3).then(2).otherwise(1)), "(2) in row 3"),
+    "words that are no flags": (
+        bad(embedded=pl.when(at_3).then(pl.lit("maybe")).otherwise(pl.lit("yes"))),
+        "row 3",
+    ),
+    "numbers that are no dates": (
+        bad(date=pl.when(at_3).then(20201340).otherwise(20200101 + pl.int_range(pl.len()))),
+        "20201340) in row 3",
+    ),
+    "constant target where embedded": (
+        bad(
+            y=pl.when(pl.col("entity") == "a").then(1.0).otherwise("y"),
+            embedded=pl.col("entity") == "a",
+        ),
+        "rows 0, 1, 2, 3, 4",
+    ),
+    "lists among the features": (bad(sector=pl.lit([1.0, 2.0])), "'sector'"),
+    "other case": (frame().rename({"entity": "Entity"}), "lacks 'entity'"),
 }
 
 
@@ -105,6 +133,79 @@ def test_files_that_are_no_panels_are_refused(tmp_path):
     (tmp_path / "panel.parquet").write_text("x")
     with pytest.raises(DataError, match="cannot be read"):
         read_panel(tmp_path / "panel.parquet")
+
+
+def plain_csv(separator: str = ",", **changes) -> str:
+    return frame().with_columns(**changes).write_csv(separator=separator)
+
+
+NUMBERED = frame().with_columns(
+    pl.col("date", "label_start", "label_end").dt.strftime("%Y%m%d").cast(pl.Int64)
+)
+SPELLINGS = {
+    "byte order mark": b"\xef\xbb\xbf" + plain_csv().encode(),
+    "semicolons": plain_csv(";").encode(),
+    "semicolons and decimal commas": plain_csv(";").replace(".", ",").encode(),
+    "tabs": plain_csv("\t").encode(),
+    "carriage returns": plain_csv().replace("\n", "\r\n").encode(),
+    "spaces after commas": plain_csv().replace(",", ", ").encode(),
+    "dates as numbers": NUMBERED.write_csv().encode(),
+    "gzip": gzip.compress(plain_csv().encode()),
+    "index column": "\n".join(
+        f"{k - 1 if k else ''},{line}" for k, line in enumerate(plain_csv().strip().split("\n"))
+    ).encode(),
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_the_same_panel_is_read_however_the_file_spells_it(tmp_path, spelling):
+    path = tmp_path / ("panel.csv.gz" if spelling == "gzip" else "panel.csv")
+    path.write_bytes(SPELLINGS[spelling])
+    panel = read_panel(path)
+    assert panel.sha256() == panel_from_frame(frame()).sha256()
+    assert any("row index" in note for note in panel.notes) == (spelling == "index column")
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pl.col("entity").cast(pl.Categorical),
+        pl.col("entity").replace_strict({"a": 7, "b": 8}),
+        pl.col("entity") + "株式🎉é",
+        pl.col("date").cast(pl.Datetime("ns")),
+        pl.col("size").cast(pl.Decimal(20, 4)),
+        (pl.col("size") > 3).alias("class"),
+    ],
+)
+def test_column_types_that_mean_the_same_are_taken(column):
+    panel = panel_from_frame(frame().with_columns(column))
+    np.testing.assert_array_equal(panel.session, panel_from_frame(frame()).session)
+    np.testing.assert_array_equal(panel.entity, panel_from_frame(frame()).entity)
+
+
+@pytest.mark.parametrize("yes", ["true", "TRUE", "1", "yes"])
+def test_embedded_is_read_from_text_as_from_flags(yes):
+    marked = pl.when(at_3).then(pl.lit("0")).otherwise(pl.lit(yes))
+    panel = panel_from_frame(frame().with_columns(embedded=marked))
+    assert panel.embedded.sum() == 9
+    assert not panel.embedded[3]
+
+
+def test_a_column_named_twice_is_no_feature(tmp_path):
+    text = plain_csv().replace("y,size", "y,y", 1)
+    (tmp_path / "panel.csv").write_text(text)
+    with pytest.raises(DataError, match="more than one column 'y'"):
+        read_panel(tmp_path / "panel.csv")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff\xfeentity", plain_csv().encode() + b"a,b,c,d,e,f,g\n"]
+)
+def test_files_that_are_no_csv_are_refused_with_a_remedy(tmp_path, content):
+    (tmp_path / "panel.csv").write_bytes(content)
+    with pytest.raises(DataError, match=r"panel\.csv") as caught:
+        read_panel(tmp_path / "panel.csv")
+    assert caught.value.remedy
 
 
 @pytest.mark.parametrize("horizon", [1, 3])

@@ -249,6 +249,8 @@ def test_the_layout_of_a_file_changes_no_figure(clean, quick, tmp_path, change):
         ({"embeddings": {}}, "no embeddings"),
         ({"cutoffs": {"other": "2020-01-01"}}, "'other', which has no embeddings"),
         ({"cutoffs": {"m": "soon"}}, "which is no date"),
+        ({"cutoffs": {"m": "2020-01-01T09:00:00+09:00"}}, "with a time zone"),
+        ({"cutoffs": {"m": "2020-01-01T09:00Z"}}, "with a time zone"),
         ({"reference": "other"}, "reference 'other'"),
         ({"reductions": [("m", "other")]}, "'other' has no embeddings"),
         ({"twins": {"m": np.zeros((1, 1))}}, "both a model and a twin"),
@@ -329,3 +331,70 @@ def test_a_leak_that_cannot_be_contrasted_is_not_called_honest_skill(quick):
     assert model.verdict == "too_little_data"
     assert "cannot be tested" in model.summary[0]
     assert "date blocks" in model.summary[0]
+
+
+UNITS = {
+    "targets": lambda p, e: (replace(p, y=np.ldexp(p.y, 400)), e),
+    "tiny targets": lambda p, e: (replace(p, y=np.ldexp(p.y, -400)), e),
+    "features": lambda p, e: (replace(p, features=p.features * [1e200, 1e-200, 1e-6]), e),
+    "embedding": lambda p, e: (p, np.ldexp(e.astype(np.float64), 700)),
+    "tiny embedding": lambda p, e: (p, np.ldexp(e.astype(np.float64), -700)),
+    "constant dimension": lambda p, e: (p, np.column_stack([e, np.full(len(e), np.float32(0.1))])),
+    "constant feature": lambda p, e: (
+        replace(
+            p,
+            features=np.column_stack([p.features, np.full(p.num_rows, 0.1)]),
+            feature_names=(*p.feature_names, "constant"),
+        ),
+        e,
+    ),
+}
+
+
+@pytest.mark.parametrize("what", UNITS)
+def test_no_figure_depends_on_units_or_on_what_does_not_vary(small, quick, what):
+    drawn = small(leak=0.05, feature_skill=0.1)
+    panel, values = UNITS[what](drawn.panel, drawn.embedding)
+    config = replace(quick, tables=True)
+    cutoffs = {"m": drawn.cutoff}
+    plain = run_audit(drawn.panel, {"m": drawn.embedding}, cutoffs, config=config).models[0]
+    moved = run_audit(panel, {"m": values}, cutoffs, config=config).models[0]
+    assert moved.verdict == plain.verdict == "knows_the_future"
+    for channel in ("common", "entity"):
+        was, now = plain.contamination[channel], moved.contamination[channel]
+        assert now.contrast.value == pytest.approx(was.contrast.value, rel=1e-6)
+        assert now.contrast.p_value == pytest.approx(was.contrast.p_value, rel=1e-4)
+        assert moved.skill[channel].value == pytest.approx(plain.skill[channel].value, rel=1e-6)
+    assert moved.evaluation.r2_on.value == pytest.approx(plain.evaluation.r2_on.value, rel=1e-6)
+
+
+def test_half_precision_of_large_values_does_not_overflow(small, quick):
+    drawn = small(leak=0.1, num_twins=4)
+    big = (drawn.embedding.astype(np.float64) * 9000).astype(np.float16)
+    twins = {name: (vectors * 9000).astype(np.float16) for name, vectors in drawn.twins.items()}
+    config = replace(quick, twin_max_dimension=12)
+    result = run_audit(drawn.panel, {"m": big}, {"m": drawn.cutoff}, twins=twins, config=config)
+    assert result.models[0].verdict == "knows_the_future"
+
+
+def test_a_channel_whose_target_does_not_vary_is_untested(small, quick):
+    drawn = small(leak=0.1)
+    panel = drawn.panel
+    means = np.bincount(panel.session, panel.y) / np.bincount(panel.session)
+    demeaned = replace(panel, y=panel.y - means[panel.session])
+    model = run_audit(demeaned, {"m": drawn.embedding}, {"m": drawn.cutoff}, config=quick).models[0]
+    assert list(model.skill) == list(model.contamination) == ["entity"]
+    assert "common channel is untested: its target does not vary" in model.cautions[0]
+    assert model.verdict == "knows_the_future"
+    known = replace(panel, features=panel.y[:, None], feature_names=("y",))
+    model = run_audit(known, {"m": drawn.embedding}, {"m": drawn.cutoff}, config=quick).models[0]
+    assert model.verdict == "too_little_data"
+
+
+def test_the_split_lies_among_the_dates_that_have_a_vector(small, quick):
+    drawn = small(leak=0.1)
+    panel = drawn.panel
+    early = panel.embedded & (panel.session < 0.6 * panel.num_sessions)
+    kept = drawn.embedding[early[panel.embedded_rows]]
+    result = run_audit(replace(panel, embedded=early), {"m": kept}, {}, config=quick)
+    assert result.settings["split_date"] < panel.date_text(int(0.6 * panel.num_sessions))

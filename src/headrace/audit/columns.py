@@ -1,0 +1,164 @@
+"""Columns of a user's table as numbers, flags and instants.
+
+Owns what each kind of column may hold. The invariant: a value is read as what it plainly is or
+refused with its row, counted from 0; nothing is guessed between two readings. It knows no column by
+name.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from headrace.audit.panel import name_rows
+from headrace.errors import DataError
+
+if TYPE_CHECKING:
+    import polars as pl
+    from numpy.typing import NDArray
+
+_MISSING = ("", "na", "n/a", "null", "none")
+_FLAGS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
+
+def numbers(series: pl.Series, where: str) -> NDArray[np.float64]:
+    """``(n,)`` floats, NaN where a value is missing; text is read where it is a number.
+
+    Raises:
+        DataError: values of another kind, or text that is no number.
+    """
+    import polars as pl  # noqa: PLC0415  # loaded by whoever made the series
+
+    kind = series.dtype
+    if kind == pl.String:
+        text = series.str.strip_chars()
+        text = text.set(text.str.to_lowercase().is_in(_MISSING), None)
+        read = text.cast(pl.Float64, strict=False)
+        _refuse(
+            text.is_not_null() & read.is_null(), series, f"{where} holds text that is no number",
+            remedy="drop the column, or encode it as numbers; leave missing values empty",
+        )  # fmt: skip
+        series = read
+    elif not (kind.is_numeric() or kind in {pl.Boolean, pl.Null}):
+        raise DataError(
+            f"{where} holds {kind}, not numbers", remedy="drop it, or encode it as numbers"
+        )
+    return series.cast(pl.Float64).fill_null(float("nan")).to_numpy()
+
+
+def names(series: pl.Series, where: str) -> list[str | None]:
+    """Text of every row; ``None`` where there is none, or nothing but spaces.
+
+    Raises:
+        DataError: values that are no names.
+    """
+    import polars as pl  # noqa: PLC0415  # as above
+
+    if series.dtype.is_nested() or series.dtype == pl.Binary:
+        raise DataError(f"{where} holds {series.dtype}, not text", remedy="write text or numbers")
+    text = series.cast(pl.String)
+    return text.set(text.str.strip_chars() == "", None).to_list()
+
+
+def flags(series: pl.Series, where: str) -> NDArray[np.bool_]:
+    """``(n,)`` true or false; a missing flag is false.
+
+    Raises:
+        DataError: values other than true, false, yes, no, 1 and 0.
+    """
+    import polars as pl  # noqa: PLC0415  # as above
+
+    if series.dtype in {pl.Boolean, pl.Null}:
+        return series.cast(pl.Boolean).fill_null(value=False).to_numpy()
+    if series.dtype.is_numeric():
+        text = series.cast(pl.Float64).cast(pl.Int64, strict=False).cast(pl.String)
+        text = text.set(series.cast(pl.Float64) % 1 != 0, "?")
+    else:
+        text = series.cast(pl.String, strict=False).str.strip_chars().str.to_lowercase()
+    read = text.replace_strict(_FLAGS, default=None, return_dtype=pl.Boolean)
+    _refuse(
+        series.is_not_null() & (text.is_null() | ((text != "") & read.is_null())), series,
+        f"{where} holds what is neither true nor false",
+        remedy="write true or false",
+    )  # fmt: skip
+    return read.fill_null(value=False).to_numpy()
+
+
+def instants(series: pl.Series, where: str) -> tuple[NDArray[np.datetime64], str]:
+    """``(n,)`` datetime64[us] as written, and the time zone they are written in.
+
+    Dates, times, ISO text and whole numbers such as 20200131 are dates.
+
+    Raises:
+        DataError: another kind, a value that is no date, or several time zones.
+    """
+    import polars as pl  # noqa: PLC0415  # as above
+
+    zone = "none"
+    kind = series.dtype
+    if kind == pl.String:
+        series, zone = _parse(series, where)
+    elif isinstance(kind, pl.Datetime):
+        zone = kind.time_zone or "none"
+        series = series.dt.replace_time_zone(None)
+    elif kind.is_numeric():
+        whole = series.cast(pl.Float64)
+        text = whole.set(whole % 1 != 0, None).cast(pl.Int64, strict=False).cast(pl.String)
+        read = text.str.to_date("%Y%m%d", strict=False)
+        read = read.set(text.str.len_chars() != len("20200131"), None)
+        _refuse(
+            series.is_not_null() & read.is_null(), series, f"{where} has numbers that are no date",
+            remedy="write dates, times, ISO text (2020-01-31) or numbers such as 20200131",
+        )  # fmt: skip
+        series = read
+    elif kind not in {pl.Date, pl.Null}:
+        raise DataError(
+            f"{where} holds {kind}, not dates",
+            remedy="write dates, times, or ISO text (2020-01-31)",
+        )
+    return series.cast(pl.Datetime("us")).to_numpy().astype("datetime64[us]"), zone
+
+
+def _parse(series: pl.Series, where: str) -> tuple[pl.Series, str]:
+    """ISO text to times, and its offset from UTC; one column, one offset."""
+    import polars as pl  # noqa: PLC0415  # as above
+
+    # A panel repeats few dates many times: each distinct text is read once.
+    moments = {text: _moment(text) for text in series.unique().drop_nulls().to_list()}
+    unread = [text for text, moment in moments.items() if moment is None]
+    _refuse(
+        series.is_in(unread), series, f"{where} has text that is no date",
+        remedy="write ISO text (2020-01-31, or 2020-01-31T15:00:00+09:00)",
+    )  # fmt: skip
+    zones = {text: str(moment.tzinfo or "none") for text, moment in moments.items()}
+    counts: Counter[str] = Counter()
+    for text, count in series.drop_nulls().value_counts().iter_rows():
+        counts[zones[text]] += count
+    kinds = [zone for zone, _ in counts.most_common()]
+    if len(kinds) > 1:
+        odd = series.is_in([text for text, zone in zones.items() if zone != kinds[0]])
+        raise DataError(
+            f"{where} mixes time zones ({', '.join(kinds)}): "
+            f"{name_rows(odd.fill_null(value=False).to_numpy())} differ from the rest",
+            remedy="write all times in one time zone, or as plain dates",
+        )
+    plain = {text: moment.replace(tzinfo=None) for text, moment in moments.items()}
+    read = series.replace_strict(plain, default=None, return_dtype=pl.Datetime("us"))
+    return read, kinds[0] if kinds else "none"
+
+
+def _moment(text: str) -> Any:
+    try:
+        return datetime.fromisoformat(text.strip())
+    except ValueError:
+        return None
+
+
+def _refuse(bad: pl.Series, series: pl.Series, what: str, *, remedy: str) -> None:
+    mask = bad.fill_null(value=False).to_numpy()
+    if mask.any():
+        first = series[int(np.argmax(mask))]
+        raise DataError(f"{what} ({first!r}) in {name_rows(mask)}", remedy=remedy)
