@@ -6,6 +6,7 @@ import pytest
 
 from headrace.errors import ConfigError
 from headrace.models.flops import flops_per_token
+from headrace.models.left_out import num_left_out
 from headrace.models.lora import LoraSettings
 from headrace.models.spec import ModelSpec
 from headrace.plan.architecture import read_architecture
@@ -174,6 +175,16 @@ def test_plan_and_engine_count_the_same_work_and_state(family):
     assert flops_per_token(spec, 128) == planned.flops_per_token(128)
     largest = max(unit.num_parameters for unit in spec.units[1:-1])
     assert largest == planned.largest_layer
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_plan_and_engine_leave_the_same_out_of_recompute(family):
+    transformers = pytest.importorskip("transformers")
+    config_class = type(transformers.AutoConfig.for_model(family))
+    config = config_class(**sizes(family))
+    spec, planned = ModelSpec(config), read_architecture(config.to_dict())
+    engine = [num_left_out(spec, index) for index in range(spec.num_layers)]
+    assert [layer.num_left_out for layer in planned.layers] == engine
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))

@@ -28,7 +28,7 @@ from headrace.plan.machine import (
 from headrace.plan.memory import footprint, state_bytes, usable_device
 from headrace.plan.predict import predict
 from headrace.plan.source import find_model
-from headrace.plan.speed import compute_seconds, predict_speed
+from headrace.plan.speed import compute_seconds, matmul_seconds, predict_speed
 from headrace.units import GIB
 
 LATER = Features(
@@ -262,15 +262,22 @@ def test_clipping_mode_that_the_plan_assumes():
     assert predict_speed(small, job, cpu, activations="keep", waves=1).update_under == "forward"
 
 
-def test_recompute_costs_one_forward_more():
-    small, machine = model("Qwen/Qwen3-8B"), h200()
+@pytest.mark.parametrize(
+    ("model_type", "left_out"),
+    # The last matrix of 36 layers; none where a norm reads what it gives.
+    [("qwen3", 36 * 4096 * 12288), ("olmo2", 0)],
+)
+def test_recompute_costs_one_forward_more_but_for_what_it_leaves_out(model_type, left_out):
+    config, machine = find_model("Qwen/Qwen3-8B").config, h200()
+    small = read_architecture({**config, "model_type": model_type})
     job = Job(tokens_per_step=131072)
     kept, again = (
         predict_speed(small, job, machine, activations=mode, waves=1)
         for mode in ("keep", "recompute")
     )
     whole = compute_seconds(small, 4096, 131072, machine.matmul_tflops.value)
-    assert again.step_seconds - kept.step_seconds == pytest.approx(whole / 3)
+    saved = 131072 * matmul_seconds(small, 2.0 * left_out, machine.matmul_tflops.value)
+    assert again.step_seconds - kept.step_seconds == pytest.approx(whole / 3 - saved)
 
 
 def test_host_traffic_of_a_card_does_not_grow_with_cards():

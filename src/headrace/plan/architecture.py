@@ -38,6 +38,8 @@ class Layer:
         window: keys a query sees at most; None for all before it.
         kept_elements: outputs of matmuls and attention a token leaves for backward.
         adapted_width: inputs and outputs of all linear layers that get low-rank adapters.
+        num_left_out: matmul parameters that a compiled recompute does not multiply: the last
+            matrix, where only the residual sum reads its product and nothing routes.
     """
 
     mixer: str
@@ -49,6 +51,7 @@ class Layer:
     window: int | None
     kept_elements: int
     adapted_width: int = 0
+    num_left_out: int = 0
 
     def attention_flops(self, length: int) -> float:
         """Forward FLOPs a token of attention, averaged over a causal sequence of ``length``."""
@@ -332,6 +335,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
         sparse = _is_sparse(index, family, text)
         mlp = _expert_mlp(family, text) if sparse else _dense_mlp(family, text)
         part = mixer_parts[mixer] + mlp + norms
+        whole = sparse or family.norm_after
         layers.append(
             Layer(
                 mixer=mixer,
@@ -343,6 +347,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
                 window=int(window) if mixer == "sliding" and window else None,
                 kept_elements=part.kept,
                 adapted_width=part.adapted,
+                num_left_out=0 if whole else hidden * _need(text, "intermediate_size"),
             )
         )
     return Architecture(

@@ -31,6 +31,7 @@ class Family:
         gated_query: q is twice as wide, its second half gates the output (Qwen3-Next).
         sinks: one learned logit a head (gpt-oss).
         block_norms: RMSNorms of the hidden width in a block.
+        norm_after: one of them reads what the MLP gives.
         expert_size: key of an expert's intermediate size; None for a dense family.
         num_experts: keys of the number of experts, the first present counts.
         expert_bias: experts and router have biases (gpt-oss).
@@ -54,6 +55,7 @@ class Family:
     gated_query: bool = False
     sinks: bool = False
     block_norms: int = 2
+    norm_after: bool = False
     expert_size: str | None = None
     num_experts: tuple[str, ...] = ("num_experts", "num_local_experts", "n_routed_experts")
     expert_bias: bool = False
@@ -101,17 +103,21 @@ FAMILIES: dict[str, Family] = {
         out_bias="attention_bias",
         defaults={"head_dim": 128, "use_sliding_window": False},
     ),
-    "olmo2": Family(qk_norm="full", qkv_bias="attention_bias", out_bias="attention_bias"),
+    "olmo2": Family(
+        qk_norm="full", qkv_bias="attention_bias", out_bias="attention_bias", norm_after=True
+    ),
     "olmo3": Family(
         qk_norm="full",
         qkv_bias="attention_bias",
         out_bias="attention_bias",
+        norm_after=True,
         full_every=4,
         defaults={"sliding_window": 4096},
     ),
     "glm4": Family(
         qkv_bias="attention_bias",
         block_norms=4,
+        norm_after=True,
         fused=("gate_up",),
         defaults={"attention_bias": True},
     ),
@@ -119,6 +125,7 @@ FAMILIES: dict[str, Family] = {
         qkv_bias="attention_bias",
         out_bias="attention_bias",
         block_norms=4,
+        norm_after=True,
         full_every=2,
         defaults={"tie_word_embeddings": True, "head_dim": 256, "sliding_window": 4096},
     ),
@@ -127,6 +134,7 @@ FAMILIES: dict[str, Family] = {
         qkv_bias="attention_bias",
         out_bias="attention_bias",
         block_norms=4,
+        norm_after=True,
         full_every=6,
         defaults={"tie_word_embeddings": True, "head_dim": 256, "sliding_window": 4096},
     ),

@@ -55,10 +55,16 @@ class Speed:
     origin: str
 
 
+def matmul_seconds(model: Architecture, flops: float, tflops: float) -> float:
+    """Products of so many FLOPs in whole layers, on one card that reaches ``tflops`` alone."""
+    share = SPARSE_SHARE if model.sparse else DENSE_SHARE
+    return flops / (share * tflops * 1e12)
+
+
 def compute_seconds(model: Architecture, length: int, tokens: float, tflops: float) -> float:
     """Forward and backward of ``tokens`` on one card that reaches ``tflops`` in matmuls."""
     share = SPARSE_SHARE if model.sparse else DENSE_SHARE
-    matmul = model.matmul_flops() / (share * tflops * 1e12)
+    matmul = matmul_seconds(model, model.matmul_flops(), tflops)
     attention = model.attention_flops(length) / (min(share, ATTENTION_SHARE) * tflops * 1e12)
     return tokens * (matmul + attention)
 
@@ -105,7 +111,11 @@ def _speed(
     # Frozen weights have no gradient: backward is as much work as forward.
     backward_share = 1 + part.own / model.num_parameters
     modes = layer_modes(model, job, activations)
-    again = modes.count("recompute") / len(modes)
+    again = whole / 3 * modes.count("recompute") / len(modes)
+    if not machine.is_cpu:  # compiled
+        pairs = zip(model.layers, modes, strict=True)
+        left_out = sum(x.num_left_out for x, mode in pairs if mode == "recompute")
+        again -= tokens * matmul_seconds(model, 2.0 * left_out, machine.matmul_tflops.value)
     sent = offloaded_bytes(
         model, job, cards, activations=activations, waves=waves, cpu=machine.is_cpu
     )
@@ -114,7 +124,7 @@ def _speed(
         "h2d": down / cards / (machine.h2d.value * giga),
     }
     backward = {
-        "compute": whole / 3 * (backward_share + again),
+        "compute": whole / 3 * backward_share + again,
         "h2d": up_again / cards / (machine.duplex.value * giga),
         "d2h": back / cards / (machine.duplex.value * giga),
     }
