@@ -6,7 +6,7 @@ from transformers import AutoConfig
 
 from headrace.engine import routing
 from headrace.errors import NumericsError
-from headrace.models.experts import add_bias, grouped_matmul
+from headrace.models.experts import add_bias, by_expert, grouped_matmul
 from headrace.models.routing import fingerprint
 from headrace.models.spec import ModelSpec
 from headrace.selftest.checks import relative_errors, streamed_gradients
@@ -248,3 +248,17 @@ def test_grouped_product_against_a_loop(dtype, ends):
         torch.testing.assert_close(value, other)
     idle = [x for x, (a, b) in enumerate(zip(starts, ends, strict=True)) if a == b]
     assert bool((found[1][idle] == 0).all())
+
+
+@pytest.mark.parametrize("num_experts", [4, 256, 257])
+def test_assignments_by_expert_with_some_idle(num_experts):
+    """Also where a byte holds no expert's number, or just so."""
+    generator = torch.Generator().manual_seed(num_experts)
+    index = torch.randint(0, num_experts, (60, 2), generator=generator).flatten()
+    index[:50] = num_experts - 1
+    index[50:60] = 0
+    expert, order, ends = by_expert(index, num_experts)
+    assert order.tolist() == sorted(range(120), key=lambda at: int(index[at]))
+    assert expert.tolist() == index[order].tolist()
+    assert ends.tolist() == index.bincount(minlength=num_experts).cumsum(0).tolist()
+    assert ends.dtype == torch.int32

@@ -47,12 +47,8 @@ def run_experts(
     """
     settings: Any = module
     num_tokens, top_k = top_k_index.shape
-    expert_S, order_S = torch.sort(top_k_index.reshape(-1), stable=True)
-    inverse_NK = torch.argsort(order_S).view(num_tokens, top_k)
-    counts_X = torch.zeros(
-        settings.num_experts, dtype=torch.int32, device=hidden_ND.device
-    ).scatter_add_(0, expert_S, torch.ones_like(expert_S, dtype=torch.int32))
-    ends_X = counts_X.cumsum(0, dtype=torch.int32)
+    expert_S, order_S, ends_X = by_expert(top_k_index.reshape(-1), settings.num_experts)
+    inverse_NK = _inverse(order_S).view(num_tokens, top_k)
     spread: Any = _Spread.apply  # untyped in torch
     collect: Any = _Collect.apply
     pick: Any = _Pick.apply
@@ -87,6 +83,33 @@ def run_experts(
     return out_ND.to(hidden_ND.dtype)
 
 
+def by_expert(
+    index_S: torch.Tensor, num_experts: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Assignments in the order of experts, and of tokens within an expert.
+
+    Args:
+        index_S: each assignment's expert.
+        num_experts: X.
+
+    Returns:
+        The experts in this order, in a small integer type; int64, which assignment comes where;
+        int32 ``(X,)``, where each expert's stretch ends.
+    """
+    # Radix sort takes a pass a byte of the key, and int64 has eight.
+    small = torch.uint8 if num_experts <= 256 else torch.int32
+    expert_S, order_S = torch.sort(index_S.to(small), stable=True)
+    experts_X = torch.arange(num_experts, dtype=small, device=index_S.device)
+    ends_X = torch.searchsorted(expert_S, experts_X, right=True, out_int32=True)
+    return expert_S, order_S, ends_X
+
+
+def _inverse(order_S: torch.Tensor) -> torch.Tensor:
+    """The permutation that undoes one, int32: a write each, where sorting it takes eight passes."""
+    places_S = torch.arange(order_S.shape[0], dtype=torch.int32, device=order_S.device)
+    return torch.empty_like(places_S).scatter_(0, order_S, places_S)
+
+
 def add_bias(rows_SO: torch.Tensor, bias_XO: torch.Tensor, expert_S: torch.Tensor) -> torch.Tensor:
     """Rows and the bias of each one's expert."""
     out: torch.Tensor = _AddBias.apply(rows_SO, bias_XO, expert_S)  # type: ignore[no-untyped-call]
@@ -102,7 +125,7 @@ class _AddBias(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(expert_S)
         ctx.num_experts = bias_XO.shape[0]
-        return rows_SO + bias_XO[expert_S]
+        return rows_SO + bias_XO[expert_S.int()]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
