@@ -154,7 +154,7 @@ class Layers:
                     accumulator=self._sum,
                 )  # fmt: skip
                 if record.routers:
-                    routing.seen(index, 0, record.routers)
+                    routing.seen(index, 0, record.routers, repeats=not keep)
                 records.append(record)
             gradient_BTD = self._gradient_BTD
             for index in reversed(range(self._spec.num_layers)):

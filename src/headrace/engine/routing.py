@@ -75,15 +75,18 @@ class StepRouting:
         self._differs: torch.Tensor | None = None
 
     @torch.no_grad()
-    def seen(self, layer: int, micro_batch: int, outputs: Sequence[RouterOutput]) -> None:
-        """A layer's routers in forward."""
+    def seen(
+        self, layer: int, micro_batch: int, outputs: Sequence[RouterOutput], *, repeats: bool
+    ) -> None:
+        """A layer's routers in forward; with ``repeats`` recompute will run them :meth:`again`."""
         for output in outputs:
             if self._loss is not None:
                 self._add(self._balances[micro_batch], output, self._loss.top_k)
             if output.chosen_NK is not None and micro_batch < self._num_counted:
                 load_X = count(output.chosen_NK, output.logits_NX.shape[1])
                 self._load[layer] = self._load[layer] + load_X if layer in self._load else load_X
-        self._prints[layer, micro_batch] = _prints(outputs)
+        if repeats:
+            self._prints[layer, micro_batch] = _prints(outputs)
 
     @staticmethod
     def _add(balance: _Balance, output: RouterOutput, top_k: int) -> None:
