@@ -1,7 +1,8 @@
 """Layers of a mixture of experts by themselves: speed, where the time goes, what bounds it.
 
 One set of weights lies in one slot and serves every layer, so that nothing waits for a transfer:
-what is left is what the GPU does. The floor is measured in the same process: the layer's grouped
+what is left is what the GPU does. As in a step, layers and passes are queued one behind the other,
+and nothing waits between them. The floor is measured in the same process: the layer's grouped
 products with evenly filled experts, its dense products and its attention, forward and backward,
 one after another. Model FLOPs as ``headrace.models.flops`` counts them (6 a matrix parameter and
 token, experts by the share that a token uses, causal attention halved, no recompute), without the
@@ -10,7 +11,7 @@ head's.
 
 from __future__ import annotations
 
-import sys
+import time
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from benchmarks.cases.common import (
     step_tokens,
     synchronize,
 )
+from benchmarks.cases.kernels import profile
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,17 +33,6 @@ if TYPE_CHECKING:
     import torch
 
     from headrace.models.spec import ModelSpec
-
-# What the names of kernels have in common, by kind, the first match counts.
-KERNELS = (
-    ("grouped products", ("grouped", "groupproblem", "group_problem")),
-    ("attention", ("sdpa", "flash", "fmha", "attention")),
-    ("compiled pointwise and reductions", ("triton",)),
-    ("products", ("gemm", "nvjet", "cutlass", "xmma", "splitk", "matmul")),
-    ("sort and top-k", ("sort", "topk", "radix", "scan", "bitonic")),
-    ("copies and fills", ("copy", "memcpy", "memset", "fill", "foreach", "multi_tensor")),
-    ("gather and scatter", ("index", "gather", "scatter")),
-)
 
 
 def experts_case(
@@ -82,12 +73,17 @@ def experts_case(
         if cuda:
             torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated() if cuda else 0
+        allocations = _device_allocations() if cuda else 0
         seconds = timed(lambda keep=keep: layers.run(keep=keep), repeats) / num_layers
+        allocations = _device_allocations() - allocations if cuda else 0
         held = torch.cuda.max_memory_allocated() - before if cuda else 0
         result[name] = {
             "layer_milliseconds": seconds * 1e3,
             "tflops": flops / seconds / 1e12,
             "peak_bytes_a_token_and_layer": held / tokens / num_layers,
+            # Above 0, the GPU waited for the driver.
+            "device_allocations": allocations,
+            "host_milliseconds": _queueing_seconds(layers, keep, device) / num_layers * 1e3,
         }
         result["compiled"] = layers.compile_counts()
         report(result)  # stands if what follows does not work here
@@ -96,8 +92,26 @@ def experts_case(
     result["kept_over_floor"] = result["kept"]["layer_milliseconds"] / floor["all"]
     report(result)
     if cuda:
-        result |= profile(lambda: layers.run(keep=True), num_layers)
+        result |= profile(lambda: layers.run(keep=True), num_layers, repeats=repeats)
     return result
+
+
+def _device_allocations() -> int:
+    """Calls of the driver's allocator so far, both ways."""
+    import torch
+
+    stats = torch.cuda.memory_stats()
+    return int(stats["num_device_alloc"] + stats["num_device_free"])
+
+
+def _queueing_seconds(layers: Layers, keep: bool, device: torch.device) -> float:
+    """How long the host needs for a pass, beside what it waits for."""
+    synchronize(device)
+    begun = time.perf_counter()
+    layers.run(keep=keep)
+    seconds = time.perf_counter() - begun
+    synchronize(device)
+    return seconds
 
 
 class Layers:
@@ -235,37 +249,3 @@ def floors(
         )  # fmt: skip
     found["all"] = sum(found.values())
     return dict(found)
-
-
-def profile(work: Callable[[], None], num_layers: int, most: int = 30) -> dict[str, Any]:
-    """Milliseconds a layer on the GPU by kind of kernel, and the costliest kernels by name."""
-    import torch
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as profiled
-
-    device = default_device()
-    with profiled(activities=[ProfilerActivity.CUDA]) as seen:
-        work()
-        synchronize(device)
-    kernels = {
-        event.key: (event.self_device_time_total / 1e3 / num_layers, event.count / num_layers)
-        for event in seen.key_averages()
-        if event.device_type == torch.autograd.DeviceType.CUDA
-    }
-    kinds: dict[str, float] = defaultdict(float)
-    for name, (milliseconds, _) in kernels.items():
-        kinds[kind_of(name)] += milliseconds
-    order = sorted(kernels, key=lambda name: -kernels[name][0])[:most]
-    for name in order:
-        milliseconds, count = kernels[name]
-        print(f"{milliseconds:8.3f} ms {count:6.1f} x  {name[:140]}", file=sys.stderr)
-    return {
-        "kernel_milliseconds": dict(sorted(kinds.items(), key=lambda pair: -pair[1])),
-        "kernels": [[name[:140], *kernels[name]] for name in order],
-    }
-
-
-def kind_of(kernel: str) -> str:
-    """The kind of a kernel by its name."""
-    lower = kernel.lower()
-    return next((kind for kind, parts in KERNELS if any(p in lower for p in parts)), "other")

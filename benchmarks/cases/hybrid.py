@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.cases.ceilings import Timer
 from benchmarks.cases.common import default_device, report
-from benchmarks.cases.experts import Layers, profile
+from benchmarks.cases.experts import Layers
+from benchmarks.cases.kernels import profile
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -187,5 +188,5 @@ def layer_speed(
         "compiled": layers.compile_counts(),
     }
     if cuda:
-        result |= profile(lambda: layers.run(keep=True), 2)
+        result |= profile(lambda: layers.run(keep=True), 2, repeats=repeats)
     return result
