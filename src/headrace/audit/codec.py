@@ -16,7 +16,7 @@ import typing
 from typing import Any, Literal, TypeVar
 
 from headrace.audit.records import SCHEMA, SCHEMA_VERSION, AuditResult
-from headrace.errors import DataError
+from headrace.errors import ConfigError, DataError
 
 if typing.TYPE_CHECKING:
     from pathlib import Path
@@ -99,6 +99,24 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if not isinstance(value, hint):
         raise DataError(f"{where}: expected {hint.__name__}, got {value!r}")
     return value
+
+
+def check_writable(path: Path) -> None:
+    """That :func:`write_json` can write to ``path``, before minutes are spent on what it writes.
+
+    Raises:
+        ConfigError: it is a folder, or its folder cannot be made or written to.
+    """
+    reason = "is a folder" if path.is_dir() else ""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = f"cannot be written: {error.strerror}"
+    if reason or not os.access(path.parent, os.W_OK):
+        raise ConfigError(
+            f"{path} {reason or 'cannot be written: no permission'}",
+            remedy="name a file in a folder of yours",
+        )
 
 
 def write_json(result: AuditResult, path: Path) -> None:

@@ -210,7 +210,7 @@ def _r2(targets: Array, predicted: Array, weight: Array) -> Array:
     return scores
 
 
-def _deal(rows: PublishedRows, weight: Array) -> NDArray[np.intp]:
+def deal_folds(rows: PublishedRows, weight: Array) -> NDArray[np.intp]:
     """Folds of weighted rows, checked.
 
     Raises:
@@ -233,7 +233,7 @@ def _evaluate(
     Raises:
         DataError: fewer than 10 rows on a side of the split, or fewer groups than folds.
     """
-    fold = _deal(rows, weight)
+    fold = deal_folds(rows, weight)
     masks = [(fold == k) & side for k in range(NUM_FOLDS) for side in (rows.train, ~rows.train)]
     flat = list(
         spread(lambda mask: _cell(values, targets, weight, mask), masks, dimension=values.shape[1])
@@ -301,7 +301,7 @@ def _bootstrap(values: Array, rows: PublishedRows, num_draws: int) -> Array:
     folds: dict[int, NDArray[np.intp]] = {}
     for b, times_E in enumerate(times_BE):
         try:
-            folds[b] = _deal(rows, times_E[position])
+            folds[b] = deal_folds(rows, times_E[position])
         except DataError:
             continue
     pending = list(folds)

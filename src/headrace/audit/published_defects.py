@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from scipy import stats
 
+from headrace.audit.config import parse_date
 from headrace.audit.published import (
     NUM_DRAWS,
     PROTOCOL,
@@ -20,11 +21,13 @@ from headrace.audit.published import (
     SPLIT_DATE,
     PublishedRows,
     PublishedScores,
+    deal_folds,
     evaluate_published,
 )
 from headrace.audit.records import Figure, FindingRecord, PublishedRecord
 from headrace.audit.tables import null_of
 from headrace.audit.threads import single_blas
+from headrace.errors import ConfigError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -224,6 +227,29 @@ class PublishedOptions:
     num_draws: int = NUM_DRAWS
     num_shifts: int = 39
     facts: PublishedFacts | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work.
+
+        Raises:
+            ConfigError: a negative count, or a split date that is none.
+        """
+        parse_date(self.split_date, "published: split_date")
+        if min(self.num_draws, self.num_shifts) < 0:
+            raise ConfigError(
+                f"published: {self.num_draws} draws and {self.num_shifts} shifts; neither may be "
+                "negative"
+            )
+
+
+def check_published(panel: Panel, options: PublishedOptions) -> None:
+    """Whether the protocol can be run at all, before anything is computed.
+
+    Raises:
+        DataError: fewer than 10 rows on a side of the split, or fewer than 5 entities.
+    """
+    rows = PublishedRows.of_panel(panel, split_date=options.split_date)
+    deal_folds(rows, np.ones(len(rows.entity)))
 
 
 def run_published(

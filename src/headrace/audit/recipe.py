@@ -24,10 +24,9 @@ directory. A recipe and the command line's options give the same request.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -38,6 +37,7 @@ from headrace.audit.perplexity import read_losses
 from headrace.audit.published_defects import PublishedOptions
 from headrace.audit.published_jpx import PublishedFacts, published_panel
 from headrace.audit.recall import RecallAnswers, read_answers
+from headrace.audit.recipe_values import mapping, settings, whole
 from headrace.audit.records import CHANNELS, PerplexityRecord
 from headrace.audit.request import AuditRequest
 from headrace.audit.sources import EmbeddingSource, source_from_file
@@ -46,11 +46,8 @@ from headrace.audit.synthetic_jpx import SyntheticJpxConfig, write_synthetic_jpx
 from headrace.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from headrace.audit.panel import Panel
 
-_Settings = TypeVar("_Settings")
 _TOP = ("panel", "models", "twins", "reference", "reductions", "published", "settings")
 _PANEL = ("type", "path", "sample", "num_entities", "dates_per_entity", "seed", "synthetic")
 _MODEL = ("name", "embeddings", "synthetic", "cutoff", "recall", "perplexity")
@@ -78,37 +75,18 @@ class SyntheticModel:
     num_twins: int = 4
 
 
-def _mapping(value: Any, where: str, known: Iterable[str]) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ConfigError(f"{where} is {type(value).__name__}, not a mapping of keys")
-    names = list(known)
-    for key in value:
-        if key not in names:
-            near = difflib.get_close_matches(str(key), names, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it has: {', '.join(names)}"
-            raise ConfigError(f"{where} has no key {key!r}; {hint}")
-    return value
-
-
-def _settings(cls: type[_Settings], value: Any, where: str) -> _Settings:
-    """Build a frozen dataclass from a mapping of some of its fields."""
-    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]  # a dataclass
-    values = _mapping(value or {}, where, fields)
-    values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-    try:
-        return cls(**values)
-    except TypeError as error:
-        raise ConfigError(f"{where}: {error}") from error
-
-
 def _load(path: Path) -> dict[str, Any]:
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ConfigError(f"no recipe at {path}") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read as a recipe: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text, so it is no recipe") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML: {error}") from error
-    recipe = _mapping(data, str(path), _TOP)
+    recipe = mapping(data, str(path), _TOP)
     if "panel" not in recipe:
         raise ConfigError(f"{path} has no panel")
     return recipe
@@ -125,7 +103,7 @@ def panel_from_recipe(path: Path) -> tuple[Panel, PublishedFacts | None]:
 
 
 def _panel(value: Any, where: str) -> tuple[Panel, PublishedFacts | None]:
-    options = _mapping(value, where, _PANEL)
+    options = mapping(value, where, _PANEL)
     if "path" not in options:
         raise ConfigError(f"{where} has no path")
     path = Path(str(options["path"]))
@@ -135,18 +113,20 @@ def _panel(value: Any, where: str) -> tuple[Panel, PublishedFacts | None]:
     if kind != "jpx":
         raise ConfigError(f"{where}: type {kind!r} is neither generic nor jpx")
     if "synthetic" in options and not path.exists():
-        config = _settings(SyntheticJpxConfig, options["synthetic"], f"{where}.synthetic")
+        config = settings(SyntheticJpxConfig, options["synthetic"], f"{where}.synthetic")
         write_synthetic_jpx(path, config)
     prices = read_jpx(path)
     sample = options.get("sample", "point_in_time")
     given = ("num_entities", "dates_per_entity")
-    sizes: dict[str, Any] = {key: int(options[key]) for key in given if key in options}
+    sizes: dict[str, Any] = {
+        key: whole(options[key], f"{where}.{key}") for key in given if key in options
+    }
     if sample == "vessl-2026":
         return published_panel(prices, **sizes)
     if sample != "point_in_time":
         raise ConfigError(f"{where}: sample {sample!r} is none of {', '.join(_SAMPLES)}")
     if "seed" in options:
-        sizes["seed"] = int(options["seed"])
+        sizes["seed"] = whole(options["seed"], f"{where}.seed")
     return jpx_panel(prices, **sizes), None
 
 
@@ -162,6 +142,10 @@ def request_from_recipe(path: Path) -> AuditRequest:
     if not models:
         raise ConfigError(f"{path} names no models")
     for kind in ("models", "twins"):
+        if not isinstance(recipe.get(kind) or [], list):
+            raise ConfigError(
+                f"{path}: {kind} is no list", remedy="begin each entry with '- name:'"
+            )
         for k, entry in enumerate(recipe.get(kind) or []):
             _check_entry(entry, f"{path}: {kind}[{k}]")
     panel, facts = _panel(recipe["panel"], f"{path}: panel")
@@ -185,13 +169,15 @@ def request_from_recipe(path: Path) -> AuditRequest:
     twins: dict[str, EmbeddingSource] = {}
     for k, entry in enumerate(recipe.get("twins") or []):
         if "synthetic" in entry:
-            drawn = _settings(SyntheticModel, entry["synthetic"], f"{path}: twins[{k}].synthetic")
+            drawn = settings(SyntheticModel, entry["synthetic"], f"{path}: twins[{k}].synthetic")
             twins |= _synthetic_twins(drawn, panel, str(entry["name"]))
         else:
             twins[str(entry["name"])] = source_from_file(Path(str(entry["embeddings"])))
     published = None
     if "published" in recipe:
-        published = _settings(PublishedOptions, recipe["published"], f"{path}: published")
+        published = settings(
+            PublishedOptions, recipe["published"], f"{path}: published", without="facts"
+        )
         published = dataclasses.replace(published, facts=facts)
     return AuditRequest(
         panel=panel,
@@ -199,16 +185,27 @@ def request_from_recipe(path: Path) -> AuditRequest:
         cutoffs=cutoffs,
         twins=twins,
         reference=recipe.get("reference"),
-        reductions=tuple((str(a), str(b)) for a, b in recipe.get("reductions") or []),
+        reductions=_pairs(recipe.get("reductions") or [], f"{path}: reductions"),
         recall=recall,
         perplexity=perplexity,
         published=published,
-        config=_settings(AuditConfig, recipe.get("settings"), f"{path}: settings"),
+        config=settings(AuditConfig, recipe.get("settings"), f"{path}: settings"),
     )
 
 
+def _pairs(value: Any, where: str) -> tuple[tuple[str, str], ...]:
+    pairs = value if isinstance(value, list) else [value]
+    for pair in pairs:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise ConfigError(
+                f"{where} holds {pair!r}, which is no pair of models",
+                remedy="write [[BASE, TRAINED], ...]",
+            )
+    return tuple((str(base), str(trained)) for base, trained in pairs)
+
+
 def _check_entry(entry: Any, where: str) -> None:
-    _mapping(entry, where, _MODEL)
+    mapping(entry, where, _MODEL)
     if "name" not in entry:
         raise ConfigError(f"{where} has no name")
     if ("embeddings" in entry) == ("synthetic" in entry):
@@ -223,7 +220,7 @@ def _check_entry(entry: Any, where: str) -> None:
 def _source(entry: dict[str, Any], panel: Panel, cutoff: str | None, where: str) -> EmbeddingSource:
     if "embeddings" in entry:
         return source_from_file(Path(str(entry["embeddings"])))
-    model = _settings(SyntheticModel, entry["synthetic"], where)
+    model = settings(SyntheticModel, entry["synthetic"], where)
     knowledge = []
     if model.leak:
         if cutoff is None:
@@ -232,6 +229,13 @@ def _source(entry: dict[str, Any], panel: Panel, cutoff: str | None, where: str)
         knowledge += knowledge_of_panel(panel, share=model.leak, channels=CHANNELS, cutoff=last)
     if model.skill:
         knowledge += knowledge_of_panel(panel, share=model.skill, channels=CHANNELS, cutoff=None)
+    held = min((planted.signal.var() for planted in knowledge), default=1.0)
+    if max(model.leak, model.skill) >= held:
+        raise ConfigError(
+            f"{where}: {max(model.leak, model.skill):g} of var(y) is planted in a channel that "
+            f"holds {held:.3g} of it",
+            remedy="plant less",
+        )
     vectors, _ = draw_embeddings(
         panel,
         knowledge,

@@ -16,7 +16,12 @@ from headrace.audit.conclude import AuditedModel, choose_reference, hopeless_rec
 from headrace.audit.config import AuditConfig, parse_date
 from headrace.audit.measure import Layout, Measurement, build_layout, measure, project
 from headrace.audit.positive import positive_control
-from headrace.audit.published_defects import PublishedOptions, published_reduction, run_published
+from headrace.audit.published_defects import (
+    PublishedOptions,
+    check_published,
+    published_reduction,
+    run_published,
+)
 from headrace.audit.recall import RecallAnswers, judge_recall
 from headrace.audit.records import (
     AuditResult,
@@ -94,6 +99,8 @@ def run_audit(
     mixed = _check_stacks(sources, config)
     hopeless = limits.hopeless(panel, config)
     layout = None if hopeless else build_layout(panel, config)
+    if layout is not None and published is not None:
+        check_published(panel, published)
 
     measured_twins = _measure_twins(twin_sources, panel, config, layout, say)
     models: list[AuditedModel] = []

@@ -110,7 +110,7 @@ def read_key(path: Path) -> dict[str, Any]:
         raise DataError(f"no vectors at {path}") from error
     except (pa.ArrowException, KeyError, ValueError) as error:
         raise DataError(
-            f"{path} was not written by headrace embed ({error})",
+            f"{path} was not written by headrace embed: it does not say what made its vectors",
             remedy="give an .npy array, or the file that headrace embed wrote",
         ) from error
     return key

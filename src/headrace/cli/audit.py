@@ -79,12 +79,15 @@ def audit(
     from json import dumps
 
     from headrace.audit import AuditConfig, read_panel, to_dict, write_json
+    from headrace.audit.codec import check_writable
     from headrace.audit.perplexity import read_losses
     from headrace.audit.recall import read_answers
     from headrace.audit.recipe import request_from_recipe
     from headrace.audit.request import AuditRequest, file_sources, model_pairs, pairs
     from headrace.errors import ConfigError
 
+    if json is not None and json != "-":
+        check_writable(Path(json))
     if recipe is not None:
         given = [
             panel, embeddings, cutoff, twin, reference, reduction, recall, perplexity, split_date,

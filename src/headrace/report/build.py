@@ -167,15 +167,18 @@ def _front(found: Records, quantities: Mapping[str, Quantity], num_failed: int) 
         if text not in at_panel
     ]
     if any(item.null for item in quantities.values()):
+        twins = any(item.twins for item in quantities.values())
+        circles = " Open circles are networks that never read a text." if twins else ""
         blocks.append(
             Paragraph(
                 text="Look first at where each line falls. Grey is what the same numbers become "
                 "when every cross-section of targets is moved to another date, so that there is "
-                "nothing to know. Open circles are networks that never read a text. A line inside "
-                "the grey is chance."
+                f"nothing to know.{circles} A line inside the grey is chance."
             )
         )
-        blocks.append(picture("key", null.key, ""))
+        blocks.append(
+            picture("key", lambda width, identity: null.key(width, identity, twins=twins), "")
+        )
     return blocks
 
 

@@ -155,11 +155,18 @@ def _null_picture(
             text=f"{name} has no skill and no premium in this audit, so there is no picture of "
             "them against shifted dates.",
         )
+    against = [
+        words
+        for words, drawn in (
+            ("shifted dates", any(len(strip.null) for strip in strips)),
+            ("twins", any(len(strip.twins) for strip in strips)),
+        )
+        if drawn
+    ]
+    label = f"{name}: statistics" + (f" against {' and '.join(against)}" if against else "")
     return picture(
         f"null-{index}",
-        lambda width, identity: null.draw(
-            strips, width, identity, f"{name}: statistics against shifted dates and twins"
-        ),
+        lambda width, identity: null.draw(strips, width, identity, label),
         "",
         data=[strip.title for strip in strips],
     )

@@ -36,11 +36,23 @@ def day(text: str, where: str) -> date:
 
 def around_cutoff(audit: Node, quantities: Quantities) -> Section:
     """Skill by period, the contrast at the cutoff, and the recall probe."""
+    references = list(
+        dict.fromkeys(
+            node.text("reference", "their reference")
+            for model in audit.children("models")
+            for _, node in model.items("contamination")
+        )
+    )
+    over = ""
+    if any("twins" in reference for reference in references):
+        over = (
+            " The gain is measured over reference networks that cannot know, so that the dates "
+            "themselves count for nothing."
+        )
     blocks: list[Block] = [
         Paragraph(
             text="A model that only has honest skill has it on both sides of its own knowledge "
-            "cutoff. One that remembers what happened is better before. The gain is measured over "
-            "reference networks that cannot know, so that the dates themselves count for nothing."
+            f"cutoff. One that remembers what happened is better before.{over}"
         )
     ]
     drawn = _periods(audit, quantities)
@@ -51,10 +63,8 @@ def around_cutoff(audit: Node, quantities: Quantities) -> Section:
             Note(kind="missing", text="Skill by period is not in this audit, so it is not drawn.")
         )
     rows = []
-    references: dict[str, None] = {}
     for index, model in enumerate(audit.children("models")):
         for channel, node in model.items("contamination"):
-            references[node.text("reference", "their reference")] = None
             key = f"models[{index}].contamination.{channel}"
             contrast = quantities[f"{key}.contrast"]
             rows.append(

@@ -110,8 +110,7 @@ def evaluation(audit: Node, quantities: Quantities) -> Section:
             Paragraph(
                 text="R² with dates mixed, R² in order of time, and their difference are printed "
                 "because the field prints them. They carry no verdict here: an untrained network "
-                "reading the date gets a premium too, as the column of shifted dates shows. C "
-                "measures what the evaluation itself leaks."
+                "reading the date gets a premium too. C measures what the evaluation itself leaks."
             ),
             Table(
                 name="evaluation",

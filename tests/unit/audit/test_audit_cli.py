@@ -10,6 +10,8 @@ import pytest
 import yaml
 
 from headrace.audit import read_json
+from headrace.audit.published_defects import PublishedOptions
+from headrace.audit.recipe import request_from_recipe
 from headrace.cli import _run
 from headrace.cli.audit import app
 
@@ -150,6 +152,23 @@ def test_a_recipe_writes_its_synthetic_file_and_runs(tmp_path, monkeypatch, caps
         ({"panel": {"type": "sql", "path": "x"}}, "neither generic nor jpx"),
         ({"settings": {"num_shift": 39}}, "did you mean 'num_shifts'"),
         ({"published": 3}, "not a mapping"),
+        ({"published": {"num_draws": -3}}, "neither may be negative"),
+        ({"published": {"facts": 1}}, "has no key 'facts'"),
+        ({"published": {"split_date": "2030-12-31"}}, "and 0 after it"),
+        ({"settings": {"num_shifts": "many"}}, "settings.num_shifts is 'many'"),
+        ({"settings": {"level": "small"}}, "settings.level is 'small'"),
+        ({"settings": {"embargoes": 5}}, "settings.embargoes is 5"),
+        ({"settings": {"tables": "no, please"}}, "not true or false"),
+        ({"reductions": [["planted"]]}, "no pair of models"),
+        ({"models": {"name": "a"}}, "models is no list"),
+        (
+            {"models": [{"name": "a", "cutoff": "2020-03-31", "synthetic": {"leak": 0.6}}]},
+            "0.6 of var(y) is planted",
+        ),
+        (
+            {"panel": {"type": "jpx", "path": "x.csv", "num_entities": "all", "synthetic": {}}},
+            "num_entities is 'all'",
+        ),
     ],
 )
 def test_recipes_with_mistakes_are_refused_by_key(tmp_path, monkeypatch, changes, words, capsys):
@@ -157,6 +176,38 @@ def test_recipes_with_mistakes_are_refused_by_key(tmp_path, monkeypatch, changes
     path = recipe(tmp_path, num_securities=12, **changes)
     assert call(path) == 2
     assert words in capsys.readouterr().err
+
+
+def test_dates_and_exponents_are_read_as_yaml_gives_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = recipe(tmp_path, published={})
+    text = path.read_text().replace("split_date: '2020-12-31'", "split_date: 2020-12-31")
+    path.write_text(text.replace("settings:\n", "settings:\n  level: 5e-2\n"))
+    request = request_from_recipe(path)
+    assert request.config.split_date == "2020-12-31"
+    assert request.config.level == 0.05
+    assert request.published == PublishedOptions(facts=request.published.facts)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"panel: [", b"3"])
+def test_files_that_are_no_recipes_exit_2(tmp_path, content, capsys):
+    path = tmp_path / "recipe.yaml"
+    path.write_bytes(content)
+    assert call(path) == 2
+    assert "recipe.yaml" in capsys.readouterr().err
+    assert call(tmp_path) == 2
+
+
+def test_a_place_that_cannot_be_written_is_said_before_anything_is_computed(
+    files, capsys, monkeypatch
+):
+    folder, _ = files
+    monkeypatch.chdir(folder)
+    (folder / "file").write_text("")
+    given = ["--panel", "panel.parquet", "--embeddings", "k=m.npy"]
+    for place in (".", "file/out.json"):
+        assert call(*given, "--json", place) == 2
+        assert "model k" not in capsys.readouterr().err
 
 
 def test_help_names_the_verdicts(capsys):

@@ -148,6 +148,23 @@ def test_an_audit_whose_models_were_refused_still_makes_a_page(tmp_path, audit):
     assert len(data["missing"]) >= 8
 
 
+def test_twins_that_are_absent_are_not_explained(tmp_path, audit):
+    told = []
+    for kept in (True, False):
+        for model in audit["models"]:
+            figures = [*model["skill"].values(), model["evaluation"]["premium"]]
+            for figure in figures:
+                figure["twins"] = figure["twins"] if kept else None
+            for record in model["contamination"].values():
+                record["reference"] = "mean of 4 untrained twins" if kept else "the constant"
+        (tmp_path / "audit.json").write_text(json.dumps(audit))
+        write_report(out=tmp_path / "r.html", audit=tmp_path / "audit.json")
+        html = (tmp_path / "r.html").read_text(encoding="utf-8")
+        words = ("Open circles", "untrained twins", "and twins", "reference networks")
+        told.append([word in html for word in words])
+    assert told == [[True] * 4, [False] * 4]
+
+
 def test_names_are_text_and_never_markup_or_formulas(tmp_path, audit):
     names = ['<b>&"x"', "$a$ and $b$ 模型"]
     for model, name in zip(audit["models"], names, strict=True):

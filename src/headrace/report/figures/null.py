@@ -122,8 +122,8 @@ def _strip(axes: Axes, strip: Strip, width: float) -> None:
     )
 
 
-def key(width: int, identity: str) -> str:
-    """The legend, drawn as a small example with its parts named."""
+def key(width: int, identity: str, *, twins: bool) -> str:
+    """The legend, drawn as a small example with its parts named; ``twins``: some are drawn."""
     narrow = width < 500
     canvas = theme.Canvas(width, 46 if narrow else 26)
     axes = canvas.axes(0, 0, width, canvas.height)
@@ -134,21 +134,19 @@ def key(width: int, identity: str) -> str:
     axes.plot([x0 + 6, x0 + 6], [y0 - 7, y0 + 8], color=theme.ACCENT, linewidth=2)
     axes.plot([x0 + 6], [y0 - 6], marker="o", markersize=6, color=theme.ACCENT)
     axes.fill_between([x1, x1 + 22], y1 - 6, y1 + 6, color=theme.NULL, linewidth=0)
-    axes.plot(
-        [x2 + 7],
-        [y2],
-        color=theme.MUTED,
-        marker="o",
-        markersize=5.5,
-        markerfacecolor=theme.PAPER,
-        markeredgecolor=theme.MUTED,
-        markeredgewidth=1.2,
-    )
-    texts = (
-        (x0 + 18, y0, "this model"),
-        (x1 + 30, y1, "dates shifted: nothing to know"),
-        (x2 + 18, y2, "untrained twins"),
-    )
+    texts = [(x0 + 18, y0, "this model"), (x1 + 30, y1, "dates shifted: nothing to know")]
+    if twins:
+        axes.plot(
+            [x2 + 7],
+            [y2],
+            color=theme.MUTED,
+            marker="o",
+            markersize=5.5,
+            markerfacecolor=theme.PAPER,
+            markeredgecolor=theme.MUTED,
+            markeredgewidth=1.2,
+        )
+        texts.append((x2 + 18, y2, "untrained twins"))
     for x, y, words in texts:
         canvas.text(x, y + 4, words, color=theme.MUTED)
     return canvas.svg(identity, "Legend")
