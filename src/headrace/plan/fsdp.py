@@ -17,7 +17,7 @@ from headrace.plan.memory import (
     Item,
     usable_device,
 )
-from headrace.plan.parts import trained_part
+from headrace.plan.parts import reached_share, trained_part
 from headrace.plan.speed import compute_seconds
 
 if TYPE_CHECKING:
@@ -202,7 +202,9 @@ def plan_fsdp(model: Architecture, job: Job, machine: Machine) -> FsdpNeed:
     )
     # Shares of forward and backward: a third each for the forward, for gradients of inputs and for
     # those of weights, which parameters that stay as they are do not have.
-    thirds = 2 + part.own / model.num_parameters + (activations == "recompute")
+    reached = reached_share(model, part)
+    thirds = 1 + reached + part.own / model.num_parameters
+    thirds += reached * (activations == "recompute")
     seconds *= thirds / 3
     # A micro-batch gathers all weights twice and scatters one gradient, hidden behind compute
     # at best.

@@ -10,6 +10,7 @@ from headrace.errors import ConfigError
 
 Moments = Literal["float32", "bfloat16", "8bit"]
 Activations = Literal["keep", "offload", "recompute"]
+Leaving = Literal["keep", "offload", "recompute", "nothing"]
 Dtype = Literal["bfloat16", "float32"]
 Clipping = Literal["auto", "deferred", "optimistic", "off"]
 
@@ -42,6 +43,7 @@ class Trained:
         largest_layer: the most of a decoder layer.
         embedding: of the embedding.
         head: of the head.
+        first_layer: where backward ends: nothing is trained below it.
     """
 
     total: int
@@ -49,6 +51,7 @@ class Trained:
     largest_layer: int
     embedding: int
     head: int
+    first_layer: int = 0
 
     @property
     def own(self) -> int:

@@ -245,7 +245,10 @@ def _device_items(
         ),
         Item(
             kind="layer inputs",
-            num_bytes=width * tokens * model.hidden_size * (len(model.layers) + 2),
+            num_bytes=width
+            * tokens
+            * model.hidden_size
+            * (len(model.layers) - trained.first_layer + 2),
             formula=f"{width} x {tokens:,} tokens x {model.hidden_size} x layers and ends",
         ),
     ]

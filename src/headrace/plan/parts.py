@@ -12,7 +12,7 @@ from headrace.plan.job import Trained
 
 if TYPE_CHECKING:
     from headrace.plan.architecture import Architecture
-    from headrace.plan.job import Activations, Job
+    from headrace.plan.job import Activations, Job, Leaving
 
 
 def trained_part(model: Architecture, job: Job) -> Trained:
@@ -42,13 +42,21 @@ def _unit_sizes(model: Architecture) -> list[int]:
     return [model.num_embedding, *layers, model.num_head]
 
 
-def layer_modes(model: Architecture, job: Job, activations: Activations) -> list[Activations]:
+def reached_share(model: Architecture, part: Trained) -> float:
+    """Of the matmul parameters that a token uses, those that backward reaches."""
+    below = sum(x.num_active_matmul for x in model.layers[: part.first_layer])
+    return 1 - below / model.num_active_parameters
+
+
+def layer_modes(model: Architecture, job: Job, activations: Activations) -> list[Leaving]:
     """What each layer leaves for backward, in the engine's order."""
-    count = len(model.layers)
+    first = trained_part(model, job).first_layer
+    count = len(model.layers) - first
     recompute = count if activations == "recompute" else min(job.recompute_layers, count)
     rest = count - recompute
     offload = rest if activations == "offload" else min(job.offload_layers, rest)
-    modes: list[Activations] = ["recompute"] * recompute
+    modes: list[Leaving] = ["nothing"] * first
+    modes += ["recompute"] * recompute
     modes += ["offload" if i * offload % rest < offload else "keep" for i in range(rest)]
     return modes
 

@@ -12,7 +12,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from headrace.plan.parts import layer_modes, offloaded_bytes, resident_parameters, trained_part
+from headrace.plan.parts import (
+    layer_modes,
+    offloaded_bytes,
+    reached_share,
+    resident_parameters,
+    trained_part,
+)
 
 if TYPE_CHECKING:
     from headrace.plan.architecture import Architecture
@@ -104,15 +110,16 @@ def _speed(
     shared = (cards - 1) / cards
     streamed = 1 - min(1.0, resident_parameters(model, job) / model.num_parameters)
     down = width * (layers + ends) * waves * streamed
-    up_again = width * layers * waves * streamed
     part = trained_part(model, job)
+    reached = sum(x.num_parameters for x in model.layers[part.first_layer :])
+    up_again = width * reached * waves * streamed
     trained = part.total * streamed
     back = (job.gradient_bytes or width) * trained
-    # Frozen weights have no gradient: backward is as much work as forward.
-    backward_share = 1 + part.own / model.num_parameters
+    # Frozen weights have no gradient: where backward comes by it is as much work as forward.
+    backward_share = reached_share(model, part) + part.own / model.num_parameters
     modes = layer_modes(model, job, activations)
     again = whole / 3 * modes.count("recompute") / len(modes)
-    if not machine.is_cpu:  # compiled
+    if job.compiled and not machine.is_cpu:
         pairs = zip(model.layers, modes, strict=True)
         left_out = sum(x.num_left_out for x, mode in pairs if mode == "recompute")
         again -= tokens * matmul_seconds(model, 2.0 * left_out, machine.matmul_tflops.value)

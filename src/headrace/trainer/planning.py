@@ -235,4 +235,5 @@ def _counted(config: TrainConfig, source: ModelSource) -> Trained:
         largest_layer=max(counts[1:-1]),
         embedding=counts[0],
         head=counts[-1],
+        first_layer=spec.first_trained_layer,
     )

@@ -14,7 +14,7 @@ from headrace.engine.config import EngineConfig
 from headrace.models.lora import LoraSettings
 from headrace.models.spec import ModelSpec
 from headrace.plan.architecture import read_architecture
-from headrace.plan.job import THIS_VERSION, Job
+from headrace.plan.job import THIS_VERSION, Job, Trained
 from headrace.plan.machine import describe_machine
 from headrace.plan.memory import footprint
 from headrace.plan.parts import layer_modes
@@ -210,13 +210,32 @@ def test_data_may_be_missing(plan):
 
 @pytest.mark.parametrize("activations", ["keep", "offload", "recompute"])
 @pytest.mark.parametrize(("recompute", "offload"), [(0, 0), (1, 0), (0, 3), (2, 3), (9, 9)])
-def test_layers_are_shared_out_as_the_engine_does(activations, recompute, offload):
+@pytest.mark.parametrize("first", [0, 2, 7])
+def test_layers_are_shared_out_as_the_engine_does(activations, recompute, offload, first):
     model = read_architecture(MODEL | {"num_hidden_layers": 7})
     engine = EngineConfig(
         activations=activations, recompute_layers=recompute, offload_layers=offload
     )
-    job = Job(recompute_layers=recompute, offload_layers=offload)
-    assert tuple(layer_modes(model, job, activations)) == engine.activation_plan(7)
+    trained = Trained(total=1, added=0, largest_layer=1, embedding=0, head=0, first_layer=first)
+    job = Job(recompute_layers=recompute, offload_layers=offload, trained=trained)
+    assert tuple(layer_modes(model, job, activations)) == engine.activation_plan(7, first)
+
+
+def test_layers_below_what_is_trained_leave_nothing_and_have_no_backward(plan):
+    last = MODEL["num_hidden_layers"] - 1
+    whole, part = plan(), plan(unfrozen_parameters=[rf"model\.layers\.{last}\."])
+    kept = [
+        next(i["bytes"] for i in out["plan"]["device"] if i["kind"] == "kept activations")
+        for out in (whole, part)
+    ]
+    assert kept[0] == MODEL["num_hidden_layers"] * kept[1]
+    forward, backward = (
+        [out["plan"]["speed"][phase]["compute"] for out in (whole, part)]
+        for phase in ("forward", "backward")
+    )
+    assert forward[0] == forward[1]
+    # Of four layers and a head: gradients of the last one's and the head's inputs, and its own.
+    assert forward[1] * 0.3 < backward[1] < forward[1] < backward[0] / 1.9
 
 
 def test_offloaded_activations_lie_on_the_host(plan):
