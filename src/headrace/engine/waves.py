@@ -215,7 +215,7 @@ class Waves:
                     seeds_B=dropout_seeds[m][use.layer] if dropout_seeds else None,
                 )
                 if record.routers:
-                    routing.seen(use.layer, wave[m], record.routers, repeats=not keep)
+                    routing.seen(use.layer, wave[m], record.routers, repeats=leaving == "recompute")
                 if not keep:
                     record.routers = ()
                 if reached:
