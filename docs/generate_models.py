@@ -102,6 +102,19 @@ with `router_aux_loss_coef`, or by the key of that name in a training file. Rout
 trained. A step whose recompute sends a token to another expert than forward did fails. Every expert
 without a token has a zero gradient.
 
+A layer whose experts exceed the windows is sent in slices of experts (`engine.expert_slices: N`),
+so that the device holds what is no expert's (attention, norms, router, shared experts) and a
+slice or two, of weights as of gradients. Left open, it is chosen on CUDA where nothing fits with
+whole layers, as few slices as fit. Each slice is sent once a wave and direction. Such a layer
+recomputes, and what is no expert's runs forward four times a step instead of twice: up to the
+experts and after them, in forward and in recompute. The result is that of whole layers, but for
+the order in which a token's experts are summed (with two a token, bitwise the same in float32);
+balancing loss, load, idle experts and the check that recompute routes alike hold as they do
+there. It takes routed experts that lie stacked in one module and run as grouped products, as in
+every family above; the self-test proves a class with slices, too. Refused before anything is
+trained: models without such experts, more slices than a layer has experts, adapters, several
+ranks.
+
 ## Packed documents
 
 Attention never builds a mask: document boundaries, windows, soft caps and sinks are arguments of

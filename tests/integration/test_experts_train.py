@@ -1,6 +1,7 @@
 """Runs of models with experts: the balancing loss as a key, the experts' load in the metrics."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -57,3 +58,28 @@ def test_the_load_of_experts_is_in_every_row(weights, tmp_path):
 def test_a_coefficient_that_nothing_uses_is_refused(weights, tiny_model):
     with pytest.raises(ConfigError, match="no balancing loss"):
         weights("dense", tiny_model(), router_aux_loss_coef=0.1)
+
+
+def test_slices_of_experts_change_neither_weights_nor_checkpoints(make_config, tmp_path):
+    """Two experts a token: the same bits. A run goes on with whole layers as it would have."""
+
+    def run(**keys):
+        # Without clipping: the blocks of a norm begin anew with each slice.
+        keys = {"model_config": MOE, "max_steps": 4, "max_grad_norm": 0} | keys
+        return load_file(train(make_config(**keys)).checkpoint / "model.safetensors")
+
+    whole = run(output_dir=str(tmp_path / "whole"))
+    engine = {"expert_slices": 3, "micro_batches_per_wave": 1}
+    sliced = run(engine=engine, save_strategy="steps", save_steps=2)
+    shutil.rmtree(tmp_path / "run" / "checkpoint-4")
+    resumed = run(resume_from_checkpoint="auto")
+    assert sliced.keys() == resumed.keys() == whole.keys()
+    for name, value in whole.items():
+        assert torch.equal(value, sliced[name]), name
+        assert torch.equal(value, resumed[name]), name
+
+
+def test_slices_of_a_model_without_experts_are_refused_before_training(make_config, tmp_path):
+    with pytest.raises(ConfigError, match="has experts that lie stacked"):
+        train(make_config(engine={"expert_slices": 2}))
+    assert not list(tmp_path.glob("run/checkpoint-*"))

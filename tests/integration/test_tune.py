@@ -85,7 +85,7 @@ def test_overrides_belong_to_the_choice(config_file):
     ("damage", "reason"),
     [
         (lambda text: "", "not what headrace tune writes"),
-        (lambda text: text.replace("format_version: 1", "format_version: 9"), "format_version"),
+        (lambda text: text.replace("format_version: 2", "format_version: 9"), "format_version"),
         (lambda text: text.replace("flops: 1", "flops: -1"), "rate"),
         (lambda text: text.replace("micro_batches_per_wave:", "waves:"), "micro_batches_per_wave"),
         (lambda text: text.replace("device_units: 0", "device_units: many"), "whole number"),
@@ -161,6 +161,7 @@ def test_on_cuda_the_choice_replaces_the_search(config_file, monkeypatch):
         engine={
             "device_units": 2, "rows_per_micro_batch": None, "micro_batches_per_wave": 1,
             "update_order": "weights_first", "recompute_layers": 1, "offload_layers": 0,
+            "expert_slices": 1,
         },
         rates=RATES,
         figures={},

@@ -187,9 +187,8 @@ def test_buffer_lifetime_races(settings, max_grad_norm):
 def refill_slots_too_early(engine, monkeypatch):
     """A slot is refilled while its layer is still in use."""
 
-    def layers(walk, count):
-        for index in range(walk._next, walk._next + count):
-            walk._next = index + 1
+    def layers(walk, phase):
+        for index in walk.uses(phase):
             use = walk._plan[index]
             slot = walk._windows.layers[use.slot]
             if use.fetch:

@@ -5,6 +5,7 @@ Invariant: an accumulator is overwritten only after what it held was returned.
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 from headrace.engine.slots import GradientSlot
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from headrace.engine.exposure import Exposure
-    from headrace.store.layout import UnitLayout
+    from headrace.store.sections import Section
 
 
 class Accumulators:
@@ -23,7 +24,7 @@ class Accumulators:
 
     def __init__(
         self,
-        layouts: Sequence[UnitLayout],
+        sections: Sequence[tuple[Section, ...]],
         sizes: Sequence[int],
         *,
         num_slots: int,
@@ -33,14 +34,19 @@ class Accumulators:
         """Allocate nothing yet.
 
         Args:
-            layouts: of all units.
+            sections: of all units; each has a gradient of its own.
             sizes: elements of each one's gradient, with what an exchange between ranks adds.
-            num_slots: accumulators that layers take turns in.
+            num_slots: accumulators that sections of layers take turns in.
             device: of compute.
             exposure: told of waits.
         """
-        self._layouts = layouts
-        self._sizes = sizes
+        self._sections = sections
+        self._sizes = [
+            [size] if len(parts) == 1 else [part.layout.num_trainable for part in parts]
+            for parts, size in zip(sections, sizes, strict=True)
+        ]
+        counts = [len(parts) for parts in sections[1:-1]]
+        self._first = [0, *itertools.accumulate(counts)]  # number of each layer's first section
         self._num_slots = num_slots
         self._device = device
         self._exposure = exposure
@@ -49,36 +55,34 @@ class Accumulators:
 
     def prepare(self, *, num_waves: int) -> None:
         """Allocate for a step: several waves sum every layer until the last one."""
-        layers = self._layouts[1:-1]
-        wanted = len(layers) if num_waves > 1 else min(self._num_slots, len(layers))
+        every = [size for unit in self._sizes[1:-1] for size in unit]
+        wanted = len(every) if num_waves > 1 else min(self._num_slots, len(every))
         if len(self._layers) < wanted:
             for slot in self._layers:
                 self._exposure.reuse(slot)
-            if wanted == len(layers):
-                sizes = list(self._sizes[1:-1])
-            else:
-                sizes = [max(self._sizes[1:-1])] * wanted
-            shared = wanted < len(layers)
+            sizes = every if wanted == len(every) else [max(every)] * wanted
+            shared = wanted < len(every)
             self._layers = [GradientSlot(size, self._device, shared=shared) for size in sizes]
 
-    def begin(self, unit: int, summed: Collection[str]) -> None:
-        """Free a unit's accumulator, before anything of a step is added to it.
+    def begin(self, unit: int, summed: Collection[str], section: int = 0) -> None:
+        """Free an accumulator, before anything of a step is added to it.
 
         Args:
-            unit: which; the ends before the first head, which adds to a tied embedding's.
+            unit: whose; the ends before the first head, which adds to a tied embedding's.
             summed: parameters whose gradients are added in place.
+            section: of the unit.
         """
         if unit == 0:
             slot = self.embed
-        elif unit == len(self._layouts) - 1:
+        elif unit == len(self._sections) - 1:
             slot = self.head
         else:
-            slot = self.layer(unit - 1)
-        self._exposure.reuse(slot).begin(self._layouts[unit], summed)
+            slot = self.layer(unit - 1, section)
+        self._exposure.reuse(slot).begin(self._sections[unit][section].layout, summed)
 
-    def layer(self, layer: int) -> GradientSlot:
-        """A layer's accumulator."""
-        return self._layers[layer % len(self._layers)]
+    def layer(self, layer: int, section: int = 0) -> GradientSlot:
+        """The accumulator of a layer's section."""
+        return self._layers[(self._first[layer] + section) % len(self._layers)]
 
     @property
     def embed(self) -> GradientSlot:
@@ -93,7 +97,7 @@ class Accumulators:
     def _pair(self) -> tuple[GradientSlot, GradientSlot]:
         if self._ends is None:
             self._ends = (
-                GradientSlot(self._sizes[0], self._device),
-                GradientSlot(self._sizes[-1], self._device),
+                GradientSlot(self._sizes[0][0], self._device),
+                GradientSlot(self._sizes[-1][0], self._device),
             )
         return self._ends

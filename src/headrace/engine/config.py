@@ -33,6 +33,9 @@ class EngineConfig:
             evenly among them; None lets the trainer choose (on the CPU none).
         device_units: how many units, from the embedding on, have weights, moments and gradient on
             the device instead of in host memory; None lets the trainer choose (on the CPU none).
+        expert_slices: send the experts of a layer in so many slices, one after another, so that
+            windows hold a slice and not a layer; such a layer recomputes. 1 sends layers whole;
+            None lets the trainer choose on CUDA: as few as fit. On one rank, without adapters.
         rows_per_micro_batch: cut micro-batches of more rows; None takes them as they come, or lets
             the trainer choose on CUDA. Not for models with a balancing loss: it is a mean over the
             tokens of a micro-batch.
@@ -65,6 +68,7 @@ class EngineConfig:
     recompute_layers: int | None = None
     offload_layers: int | None = None
     device_units: int | None = None
+    expert_slices: int | None = None
     rows_per_micro_batch: int | None = None
     micro_batches_per_wave: int | None = None
     weight_slots: int = 3
@@ -97,7 +101,12 @@ class EngineConfig:
         for name, (value, least) in limits.items():
             if value < least:
                 raise ConfigError(f"engine.{name} is {value}; it must be at least {least}")
-        for name in ("rows_per_micro_batch", "micro_batches_per_wave", "update_threads"):
+        for name in (
+            "rows_per_micro_batch",
+            "micro_batches_per_wave",
+            "update_threads",
+            "expert_slices",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"engine.{name} is {value}; it must be at least 1, or absent")
@@ -126,7 +135,10 @@ class EngineConfig:
             )
 
     def activation_plan(self, num_layers: int, first: int = 0) -> tuple[Leaving, ...]:
-        """What each layer leaves for its backward; those before ``first`` have none."""
+        """What each layer that is sent whole leaves for its backward.
+
+        Those before ``first`` have none.
+        """
         return _activation_plan(
             self.activations,
             self.recompute_layers or 0,

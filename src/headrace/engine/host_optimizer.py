@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.errors import NumericsError
 from headrace.kernels.headroom import Headroom, Store
-from headrace.store.layout import plan_segments, split_range
+from headrace.store.layout import cut_segments, plan_segments, split_range
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from numpy.typing import NDArray
 
     from headrace.engine.config import AdamWConfig
@@ -71,8 +73,12 @@ class HostOptimizer:
         *,
         num_threads: int,
         chunk_elements: int,
+        cuts: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
-        """Plan the chunks, cut at multiples of ``chunk_elements``; start the kernels' threads."""
+        """Plan the chunks, cut at multiples of ``chunk_elements``; start the kernels' threads.
+
+        ``cuts`` are elements, by unit, that chunks and blocks of norms do not reach over.
+        """
         self._state = state
         self._optimizer = optimizer
         split = state.dtype == "bfloat16"
@@ -80,7 +86,10 @@ class HostOptimizer:
         self._invert = kernels.invert_split if split else kernels.invert_float32
         self._correct = kernels.correct_split if split else kernels.correct_float32
         self._pool = kernels.Pool(num_threads)
-        self.segments = [plan_segments(layout, self._group_of) for layout in state.layouts]
+        self.segments = [
+            cut_segments(plan_segments(layout, self._group_of), (cuts or {}).get(unit, ()))
+            for unit, layout in enumerate(state.layouts)
+        ]
         self.chunks: list[list[Chunk]] = []
         for unit, segments in enumerate(self.segments):
             piece = state.shards[unit].trained

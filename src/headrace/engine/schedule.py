@@ -3,6 +3,9 @@
 Invariant: a slot is refilled only after the last use of what it held, and every use finds its
 layer in the slot the plan names. Eviction takes the layer that is needed again last (Belady),
 so the layers around the turn from forward to backward are not sent twice.
+
+A layer whose experts are sent in slices is used in stages: what is no expert's *opens* it, each
+slice follows, and what is no expert's *closes* it. A slot then holds one section of the layer.
 """
 
 from __future__ import annotations
@@ -15,16 +18,19 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 Phase = Literal["forward", "backward"]
+Stage = Literal["whole", "open", "slice", "close"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
-    """One pass of a wave through one layer.
+    """One pass of a wave through one layer, or one stage of it.
 
     Attributes:
         layer: which.
         wave: index of the wave.
         phase: forward or backward.
+        stage: the whole layer, or which part of a pass through a sliced one.
+        section: which section of the layer; 0 is the whole, or what is no expert's.
         slot: where the weights are.
         fetch: they must be sent for this use.
         fetch_after: index of the use that frees the slot; -1 when it is free from the start.
@@ -33,6 +39,8 @@ class Use:
     layer: int
     wave: int
     phase: Phase
+    stage: Stage = "whole"
+    section: int = 0
     slot: int
     fetch: bool
     fetch_after: int
@@ -56,6 +64,7 @@ def plan_uses(
     first: int = 0,
     reuse: bool = True,
     resident: Mapping[int, int] | None = None,
+    slices: Mapping[int, int] | None = None,
 ) -> list[Use]:
     """Plan the uses of all layers in one step.
 
@@ -67,19 +76,24 @@ def plan_uses(
         first: the last layer of a backward pass; those before it have none.
         reuse: take a layer that is still in a slot as it is; False sends it every time.
         resident: layers that are never sent, and the slots (beyond ``num_slots``) they are in.
+        slices: of experts, by layer that is not whole.
     """
     resident = resident or {}
-    order: list[tuple[int, int, Phase]] = []
+    order: list[tuple[int, int, Phase, Stage, int]] = []
     for wave in range(num_waves):
-        order += [(layer, wave, "forward") for layer in range(num_layers)]
-        if backward:
-            order += [(layer, wave, "backward") for layer in reversed(range(first, num_layers))]
-    next_use = _next_uses([layer for layer, _, _ in order])
-    held: dict[int, int] = {}  # slot -> layer
+        for layer in range(num_layers):
+            stages = _stages((slices or {}).get(layer, 0))
+            order += [(layer, wave, "forward", *stage) for stage in stages]
+        for layer in reversed(range(first, num_layers)) if backward else ():
+            stages = _stages((slices or {}).get(layer, 0), reverse=True)
+            order += [(layer, wave, "backward", *stage) for stage in stages]
+    next_use = _next_uses([(layer, section) for layer, *_, section in order])
+    held: dict[int, tuple[int, int]] = {}  # slot -> layer and section
     last_use: dict[int, int] = {}  # slot -> index of the latest use
     due: dict[int, int] = {}  # slot -> index of the next use of what it holds
     plan: list[Use] = []
-    for index, (layer, wave, phase) in enumerate(order):
+    for index, (layer, wave, phase, stage, section) in enumerate(order):
+        wanted = layer, section
         if layer in resident:
             plan.append(
                 Use(
@@ -92,7 +106,7 @@ def plan_uses(
                 )
             )
             continue
-        slot = next((s for s, held_layer in held.items() if held_layer == layer), None)
+        slot = next((s for s, content in held.items() if content == wanted), None)
         fetch = slot is None or not reuse
         if slot is None or not reuse:
             free = [s for s in range(num_slots) if s not in held]
@@ -103,15 +117,26 @@ def plan_uses(
                 layer=layer,
                 wave=wave,
                 phase=phase,
+                stage=stage,
+                section=section,
                 slot=slot,
                 fetch=fetch,
                 fetch_after=last_use.get(slot, -1),
             )
         )
-        held[slot] = layer
+        held[slot] = wanted
         last_use[slot] = index
         due[slot] = next_use[index]
     return plan
+
+
+def _stages(num_slices: int, *, reverse: bool = False) -> list[tuple[Stage, int]]:
+    """Stages of a pass through a layer with its sections; backward takes the last slice first."""
+    if not num_slices:
+        return [("whole", 0)]
+    order = range(1, num_slices + 1)
+    slices = reversed(order) if reverse else order
+    return [("open", 0), *(("slice", section) for section in slices), ("close", 0)]
 
 
 def _victim(due: dict[int, int], last_use: dict[int, int], *, reuse: bool) -> int:
@@ -121,13 +146,13 @@ def _victim(due: dict[int, int], last_use: dict[int, int], *, reuse: bool) -> in
     return max(due, key=lambda slot: (due[slot], -last_use[slot]))
 
 
-def _next_uses(layers: Sequence[int]) -> list[int]:
-    never = len(layers) + 1
-    upcoming: dict[int, int] = {}
-    result = [never] * len(layers)
-    for index in reversed(range(len(layers))):
-        result[index] = upcoming.get(layers[index], never)
-        upcoming[layers[index]] = index
+def _next_uses(wanted: Sequence[tuple[int, int]]) -> list[int]:
+    never = len(wanted) + 1
+    upcoming: dict[tuple[int, int], int] = {}
+    result = [never] * len(wanted)
+    for index in reversed(range(len(wanted))):
+        result[index] = upcoming.get(wanted[index], never)
+        upcoming[wanted[index]] = index
     return result
 
 

@@ -29,6 +29,7 @@ from headrace.engine.lanes import Mark, indexed_device, random_delay
 from headrace.engine.passes import Passes
 from headrace.engine.results import EvalResult, StepResult
 from headrace.engine.routing import StepRouting
+from headrace.engine.sliced import SlicedLayers
 from headrace.engine.trace import Tracer
 from headrace.engine.update import Updater, check_finite_state
 from headrace.engine.waves import Waves
@@ -37,6 +38,7 @@ from headrace.errors import ConfigError, DataError
 from headrace.models.capture import CallCapture
 from headrace.models.compiling import CompileCounts, Compiler
 from headrace.models.scores import ScoreRecorder, TokenScores
+from headrace.models.slices import check_slices, plan_sections
 from headrace.models.templates import Templates
 from headrace.parallel.ranks import Ranks
 
@@ -105,10 +107,18 @@ class Engine:
         self.compute_dtype = torch.bfloat16 if bfloat16 else torch.float32
         compile_layers = cuda if self.config.compile is None else self.config.compile
         self._compiler = Compiler(self.config.compile_backend) if compile_layers else None
+        check_slices(spec, self.config.expert_slices or 1, self.ranks.size)
+        sections = plan_sections(spec, self.config.expert_slices or 1, state.device_units)
+        templates = Templates(
+            spec,
+            compiler=self._compiler,
+            device=self.device,
+            sliced={i: e for i, e in spec.experts.items() if len(sections[1 + i]) > 1},
+        )
         self._passes = Passes(
             spec,
             CallCapture(spec, self.device),
-            Templates(spec, compiler=self._compiler, device=self.device),
+            templates,
             loss_chunk_tokens=self.config.loss_chunk_tokens,
             compiler=self._compiler,
         )
@@ -128,6 +138,7 @@ class Engine:
             jitter,
             tracer=self._tracer,
             exchange=self._exchange,
+            sections=sections,
         )
         self._windows = Windows(
             state,
@@ -137,10 +148,11 @@ class Engine:
             dtype=self.compute_dtype,
             exposure=self._exposure,
             jitter=jitter,
+            sections=sections,
             exchange=self._exchange,
         )
         self._accumulators = Accumulators(
-            spec.units,
+            sections,
             [shard.gradient_size for shard in state.shards],
             num_slots=self.config.gradient_slots,
             device=self.device,
@@ -150,6 +162,8 @@ class Engine:
             spec,
             self.config,
             self._passes,
+            SlicedLayers(spec, templates, sections),
+            sections=sections,
             windows=self._windows,
             accumulators=self._accumulators,
             updater=self.updater,

@@ -35,7 +35,7 @@ from headrace.store.arena import Arena
 from headrace.store.ranges import NORM_BLOCK
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from headrace.engine.exchange import Exchange
     from headrace.engine.slots import GradientSlot
     from headrace.engine.trace import Tracer
+    from headrace.store.sections import Section
     from headrace.store.state import ModelState
 
 
@@ -64,8 +65,11 @@ class Updater:
         *,
         tracer: Tracer | None = None,
         exchange: Exchange | None = None,
+        sections: Sequence[tuple[Section, ...]] = (),
     ) -> None:
         """Allocate room for the returned gradients and start both lanes.
+
+        ``sections`` of the units that return in several.
 
         Raises:
             CapacityError: the host cannot hold the returned gradients.
@@ -82,6 +86,11 @@ class Updater:
             kernels.load(),
             num_threads=config.update_threads or kernels.num_usable_cores(),
             chunk_elements=blocks * NORM_BLOCK,
+            cuts={
+                unit: [span.start for section in parts for span in section.spans]
+                for unit, parts in enumerate(sections)
+                if len(parts) > 1
+            },
         )
         counts = [
             0 if unit.on_device else shard.trained.numel
@@ -119,6 +128,7 @@ class Updater:
         self._weights_first = config.update_order == "weights_first"
         self._late: set[Chunk] = set()  # whose moments are still those of the step before
         self._returned: list[Ticket | None] = [None] * len(counts)
+        self._returning = -1  # the unit that returned last
         self.updated: list[Ticket | Mark | None] = [None] * len(counts)
         self._moments_updated: list[Ticket | None] = [None] * len(counts)
 
@@ -128,7 +138,11 @@ class Updater:
         return self._arena.num_bytes
 
     def return_gradient(
-        self, unit: int, slot: GradientSlot, early: UpdateSettings | None
+        self,
+        unit: int,
+        slot: GradientSlot,
+        early: UpdateSettings | None,
+        section: Section | None = None,
     ) -> Ticket | None:
         """Send a unit's complete gradient to the host.
 
@@ -136,6 +150,7 @@ class Updater:
             unit: index of the unit.
             slot: holds its gradient; may be overwritten once the returned ticket is done.
             early: update chunks that pass their gate as they land, with these settings.
+            section: that the slot holds, of a unit that returns in several, one after another.
 
         Returns:
             The last transfer, or None when there is none: nothing of the unit is trained, or its
@@ -164,18 +179,25 @@ class Updater:
             )
             slot.returned = self._returned[unit] = ticket
             return ticket
+        if section is not None and self._returning == unit:
+            after = after[:1]  # the lane is past the others: they held back the first section
+        self._returning = unit
+        label = (section or self.state.units[unit]).layout.name
         for chunk in self._optimizer.chunks[unit]:
-            work = self._return_work(chunk, slot)
-            ticket = self._d2h.submit(work, after, label=self.state.layouts[unit].name)
+            at = chunk.start if section is None else section.place(chunk.start)
+            if at is None:
+                continue
+            work = self._return_work(chunk, slot, at)
+            ticket = self._d2h.submit(work, after, label=label)
             after = []
             if early is not None:
                 self.updated[unit] = self._submit_early(chunk, early, ticket)
         slot.returned = ticket
-        self._returned[unit] = ticket
+        self._returned[unit] = ticket or (None if section is None else self._returned[unit])
         return ticket
 
-    def _return_work(self, chunk: Chunk, slot: GradientSlot) -> Callable[[], None]:
-        source = slot.flat[chunk.start : chunk.stop]
+    def _return_work(self, chunk: Chunk, slot: GradientSlot, at: int) -> Callable[[], None]:
+        source = slot.flat[at : at + chunk.stop - chunk.start]
         target = self._pending[chunk.unit][self._optimizer.own(chunk)]
 
         def work() -> None:

@@ -8,6 +8,7 @@ unit's gradient returns, in the last one.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -27,10 +28,13 @@ if TYPE_CHECKING:
     from headrace.engine.exposure import Exposure
     from headrace.engine.host_optimizer import UpdateSettings
     from headrace.engine.routing import StepRouting
+    from headrace.engine.sliced import SlicedLayers
     from headrace.engine.update import Updater
     from headrace.engine.windows import Walk, Windows
     from headrace.models.capture import LayerArguments
+    from headrace.models.routing import RouterOutput
     from headrace.models.spec import ModelSpec
+    from headrace.store.sections import Section
 
 
 class Waves:
@@ -41,7 +45,9 @@ class Waves:
         spec: ModelSpec,
         config: EngineConfig,
         passes: Passes,
+        sliced: SlicedLayers,
         *,
+        sections: Sequence[tuple[Section, ...]],
         windows: Windows,
         accumulators: Accumulators,
         updater: Updater,
@@ -53,6 +59,8 @@ class Waves:
         self._spec = spec
         self._config = config
         self._passes = passes
+        self._sliced = sliced
+        self._sections = sections
         self._windows = windows
         self._accumulators = accumulators
         self._updater = updater
@@ -77,6 +85,7 @@ class Waves:
         """Forget a step that failed; the next ones have ``per_wave`` micro-batches a wave."""
         if self._offload is not None:
             self._offload.begin()
+        self._sliced.restart()
         self._windows.restart()
         self._config = replace(self._config, micro_batches_per_wave=per_wave)
 
@@ -97,7 +106,10 @@ class Waves:
             for wave in waves:
                 batches = [DeviceBatch.moved(micro_batches[m], self._device) for m in wave]
                 hidden, arguments = self._embed_all(batches)
-                for use, slot in walk.layers(layers):
+                for use, slot in walk.layers("forward"):
+                    if use.stage != "whole":
+                        self._sliced.forward(use, slot, hidden, arguments)
+                        continue
                     for m in range(len(batches)):
                         hidden[m], _ = self._passes.layer_forward(
                             use.layer, slot, hidden[m], arguments[m][use.layer], keep=False
@@ -153,24 +165,10 @@ class Waves:
                     )
                 if last:
                     self._updater.return_gradient(num_layers + 1, accumulators.head, early)
-                for use, slot in walk.layers(num_layers - self._first):
-                    accumulator = accumulators.layer(use.layer)
-                    if first:
-                        accumulators.begin(1 + use.layer, self._passes.summed(1 + use.layer))
-                    for m, record in enumerate(records.pop()):
-                        self._bring_back(record)
-                        gradients[m] = self._passes.layer_backward(
-                            use.layer,
-                            slot,
-                            record,
-                            arguments[m][use.layer],
-                            gradients[m],
-                            accumulator=accumulator,
-                            routing=routing,
-                            micro_batch=wave[m],
-                        )
-                    if last:
-                        self._updater.return_gradient(1 + use.layer, accumulator, early)
+                self._backward_layers(
+                    walk, gradients, arguments, records, wave, routing=routing, first=first,
+                    last=last, early=early,
+                )  # fmt: skip
                 for m, batch in enumerate(batches):
                     self._passes.embed_backward(
                         windows.embed, batch, gradients[m], accumulators.embed
@@ -199,10 +197,20 @@ class Waves:
         if self._offload is not None:
             self._offload.begin()
         records: list[list[LayerRecord]] = []
-        for use, slot in walk.layers(self._spec.num_layers):
-            row = []
+        for use, slot in walk.layers("forward"):
             leaving = self._plan[use.layer]
             keep, reached = leaving in ("keep", "offload"), leaving != "nothing"
+            if use.stage != "whole":
+                self._sliced.forward(
+                    use,
+                    slot,
+                    hidden,
+                    arguments,
+                    accumulator=self._accumulators.layer(use.layer) if reached else None,
+                    seen=functools.partial(_seen, routing, use.layer, wave),
+                )
+                continue
+            row = []
             for m in range(len(hidden)):
                 hidden[m], record = self._passes.layer_forward(
                     use.layer,
@@ -225,6 +233,54 @@ class Waves:
                         self._offload.send(use.layer, m, record.activations)
             records.append(row)
         return records
+
+    def _backward_layers(
+        self,
+        walk: Walk,
+        gradients: list[torch.Tensor],
+        arguments: list[list[LayerArguments]],
+        records: list[list[LayerRecord]],
+        wave: range,
+        *,
+        routing: StepRouting,
+        first: bool,
+        last: bool,
+        early: UpdateSettings | None,
+    ) -> None:
+        for use, slot in walk.layers("backward"):
+            unit, section = 1 + use.layer, use.section
+            accumulator = self._accumulators.layer(use.layer, section)
+            if first and use.stage != "open":
+                summed = self._passes.summed(unit) if section == 0 else ()
+                self._accumulators.begin(unit, summed, section)
+            if use.stage == "whole":
+                for m, record in enumerate(records.pop()):
+                    self._bring_back(record)
+                    gradients[m] = self._passes.layer_backward(
+                        use.layer,
+                        slot,
+                        record,
+                        arguments[m][use.layer],
+                        gradients[m],
+                        accumulator=accumulator,
+                        routing=routing,
+                        micro_batch=wave[m],
+                    )
+                if last:
+                    self._updater.return_gradient(unit, accumulator, early)
+                continue
+            self._sliced.backward(
+                use,
+                slot,
+                arguments,
+                gradients,
+                accumulator=accumulator,
+                routing=routing,
+                wave=wave,
+            )
+            if last and use.stage != "open":
+                part = self._sections[unit][section]
+                self._updater.return_gradient(unit, accumulator, early, part)
 
     def _bring_back(self, record: LayerRecord) -> None:
         if self._offload is not None and record.activations is not None:
@@ -254,3 +310,11 @@ class Waves:
             loss_sum += loss
             gradients.append(gradient_BTD)
         return gradients
+
+
+def _seen(
+    routing: StepRouting, layer: int, wave: range, m: int, routers: tuple[RouterOutput, ...]
+) -> None:
+    """What the routers of a layer said of the ``m``-th micro-batch of a wave."""
+    if routers:
+        routing.seen(layer, wave[m], routers, repeats=True)

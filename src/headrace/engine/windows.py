@@ -1,19 +1,20 @@
 """The windows on the device, and the transfers that fill them in time.
 
-Owns the weight slots and the H2D lane. Invariants: a slot is refilled only after its last reader;
-a unit is sent only after its update.
+Owns the weight slots and the H2D lane; a slot holds a layer, or one section of a sliced one.
+Invariants: a slot is refilled only after its last reader; a unit is sent only after its update.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 from headrace.engine.lanes import Lane, Mark
-from headrace.engine.schedule import Use, fetches_after, plan_uses
+from headrace.engine.schedule import Phase, Use, fetches_after, plan_uses
 from headrace.engine.slots import Slot, full_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     import torch
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from headrace.engine.lanes import Ticket
     from headrace.engine.update import Updater
     from headrace.store.ranges import Piece
+    from headrace.store.sections import Section
     from headrace.store.state import ModelState, UnitState
 
 
@@ -45,9 +47,10 @@ class Windows:
         dtype: torch.dtype,
         exposure: Exposure,
         jitter: Callable[[], float] | None,
+        sections: Sequence[tuple[Section, ...]],
         exchange: Exchange | None = None,
     ) -> None:
-        """Allocate the slots and start the H2D lane."""
+        """Allocate the slots for ``sections`` of every unit and start the H2D lane."""
         self._state = state
         self._updater = updater
         self._device = device
@@ -55,6 +58,7 @@ class Windows:
         self._exchange = exchange
         self._poison = config.poison_slots
         layouts = state.layouts
+        self._sections = sections
         self._num_layers = len(layouts) - 2
         full = [full_size(layout) if state.dtype == "bfloat16" else 0 for layout in layouts]
         # A unit on the device is its own slot, unless compute wants another type or other ranks
@@ -66,8 +70,11 @@ class Windows:
         }
         sizes = [shard.slot_size for shard in state.shards]
         streamed = [i for i in range(1, len(layouts) - 1) if i not in own]
-        num_slots = max(2, min(config.weight_slots, len(streamed) + 1)) if streamed else 0
-        size = max((sizes[i] for i in streamed), default=0)
+        pieces = [section for i in streamed for section in sections[i]]
+        num_slots = max(2, min(config.weight_slots, len(pieces) + 1)) if streamed else 0
+        size = max(
+            (sizes[p.unit] if self._is_whole(p.unit) else p.layout.size for p in pieces), default=0
+        )
         most = max((full[i] for i in streamed), default=0)
         self.layers = [Slot(size, dtype, device, full_size=most) for _ in range(num_slots)]
         self._num_streaming = num_slots
@@ -91,6 +98,9 @@ class Windows:
     def close(self) -> None:
         """End the lane."""
         self._h2d.close()
+
+    def _is_whole(self, unit: int) -> bool:
+        return len(self._sections[unit]) == 1
 
     def restart(self) -> None:
         """Wait for what a failed step had sent; every slot may be filled anew."""
@@ -132,7 +142,7 @@ class Windows:
         if slot.full.numel():
             if self._state.units[unit].on_device:
                 self._state.units[unit].refresh_low_halves()
-            slot.expand(self._state.layouts[unit])
+            slot.expand(self._sections[unit][0].layout)  # no expert is computed in float32
 
     def wait_for(self, use: Use) -> Slot:
         """Wait until a layer is in its slot."""
@@ -142,10 +152,13 @@ class Windows:
         if use.fetch:
             self._exposure.wait(slot)
         if self._tracer is not None:
-            self._tracer.compute(f"{use.phase} {self._state.layouts[1 + use.layer].name}")
-        if use.fetch or use.layer in self._resident:
+            self._tracer.compute(f"{use.phase} {self._section(use).layout.name}")
+        if use.stage in ("whole", "open") and (use.fetch or use.layer in self._resident):
             self.expand(1 + use.layer, slot)
         return slot
+
+    def _section(self, use: Use) -> Section:
+        return self._sections[1 + use.layer][use.section]
 
     def walk(self, num_layers: int, num_waves: int, *, backward: bool, first: int = 0) -> Walk:
         """Begin a step over the first ``num_layers`` layers: the first transfers are queued.
@@ -160,8 +173,13 @@ class Windows:
             first=first,
             reuse=not self._poison,
             resident=self._resident,
+            slices={
+                unit - 1: len(sections) - 1
+                for unit, sections in enumerate(self._sections)
+                if not self._is_whole(unit)
+            },
         )
-        return Walk(self, plan, num_layers, first)
+        return Walk(self, plan)
 
     def after_layers(self) -> None:
         """A wave's last layer is in the compute stream; what follows is the embedding's."""
@@ -170,7 +188,11 @@ class Windows:
 
     def fetch_for(self, use: Use) -> None:
         """Queue the transfer that a use needs."""
-        self._fetch(1 + use.layer, self.layers[use.slot])
+        slot = self.layers[use.slot]
+        if use.stage == "whole":
+            self._fetch(1 + use.layer, slot)
+        else:
+            self._fetch_section(self._section(use), slot)
 
     def mark_free(self, use: Use) -> None:
         """The slot of a use may be refilled after this point of the compute stream."""
@@ -189,6 +211,21 @@ class Windows:
             after = [slot.ready]  # a gathered piece reaches into the next one's place
         if self._exchange is not None:
             slot.ready = self._exchange.join_low_halves(unit, slot.flat) or slot.ready
+
+    def _fetch_section(self, section: Section, slot: Slot) -> None:
+        state = self._state.units[section.unit]
+
+        def work() -> None:
+            if self._poison:
+                slot.poison()
+            if section.experts is None:
+                state.refresh_low_halves()
+            for span in section.spans:
+                target = slot.flat[span.at : span.at + span.stop - span.start]
+                target.copy_(state.weights[span.start : span.stop], non_blocking=True)
+
+        after = [self._updater.updated[section.unit], slot.free]
+        slot.sent = slot.ready = self._h2d.submit(work, after, label=section.layout.name)
 
     def _send(
         self, state: UnitState, slot: Slot, piece: Piece, at: int, *, first: bool
@@ -209,30 +246,39 @@ class Windows:
 class Walk:
     """One pass over a plan: issues transfers as slots become free, hands out filled slots."""
 
-    def __init__(self, windows: Windows, plan: list[Use], num_layers: int, first: int) -> None:
+    def __init__(self, windows: Windows, plan: list[Use]) -> None:
         """Queue the transfers that need no slot to be freed."""
-        self._first = first
         self._windows = windows
-        forward = [index for index, use in enumerate(plan[:num_layers]) if use.fetch]
+        first = itertools.takewhile(lambda use: (use.wave, use.phase) == (0, "forward"), plan)
+        forward = [index for index, use in enumerate(first) if use.fetch]
         self._last_forward = forward[-1] if forward else None
         self._plan = plan
         self._issue = fetches_after(plan)
         self._next = 0
         self._start(-1)
 
-    def layers(self, count: int) -> Iterator[tuple[Use, Slot]]:
-        """The next ``count`` uses, each with its filled slot; a use is over when the loop goes on.
-
-        The loop must not be left early.
-        """
-        for index in range(self._next, self._next + count):
+    def uses(self, phase: Phase) -> Iterator[int]:
+        """Indices of the next uses, if they are of ``phase``: those of one wave."""
+        wave = self._plan[self._next].wave if self._next < len(self._plan) else None
+        for index in range(self._next, len(self._plan)):
+            use = self._plan[index]
+            if (use.wave, use.phase) != (wave, phase):
+                break
             self._next = index + 1
+            yield index
+        if phase == "backward":
+            self._windows.after_layers()
+
+    def layers(self, phase: Phase) -> Iterator[tuple[Use, Slot]]:
+        """The next uses of ``phase``, each with its filled slot.
+
+        A use is over when the loop goes on, which must not be left early.
+        """
+        for index in self.uses(phase):
             use = self._plan[index]
             yield use, self._windows.wait_for(use)
             self._windows.mark_free(use)  # means nothing for a resident layer's own slot
             self._start(index)
-            if use.layer == self._first and use.phase == "backward":
-                self._windows.after_layers()
 
     def _start(self, done: int) -> None:
         if done == -1 and self._last_forward is None:

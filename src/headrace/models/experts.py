@@ -15,6 +15,8 @@ import torch
 from torch.nn import functional as F  # noqa: N812 - its name everywhere
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import nn
 
 IMPLEMENTATION = "headrace"
@@ -46,22 +48,74 @@ def run_experts(
         ``(N, D)``.
     """
     settings: Any = module
-    num_tokens, top_k = top_k_index.shape
-    expert_S, order_S, ends_X = by_expert(top_k_index.reshape(-1), settings.num_experts)
-    inverse_NK = _inverse(order_S).view(num_tokens, top_k)
+    order_S, inverse_NK, expert_S, ends_X = sort_assignments(top_k_index, settings.num_experts)
     spread: Any = _Spread.apply  # untyped in torch
     collect: Any = _Collect.apply
     pick: Any = _Pick.apply
     rows_SD: torch.Tensor = spread(hidden_ND, order_S, inverse_NK)
-    weight_S1: torch.Tensor = pick(top_k_weights, order_S, inverse_NK)[:, None]
+    weight_S: torch.Tensor = pick(top_k_weights, order_S, inverse_NK)
+    rows_SD = run_rows(
+        module,
+        lambda name: getattr(settings, name),
+        rows_SD,
+        weight_S,
+        expert_S=expert_S,
+        ends_X=ends_X,
+    )
+    out_ND: torch.Tensor = collect(rows_SD, order_S, inverse_NK)
+    return out_ND.to(hidden_ND.dtype)
+
+
+def sort_assignments(
+    top_k_index: torch.Tensor, num_experts: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Assignments in order of their experts.
+
+    Args:
+        top_k_index: ``(N, K)``, the experts of a token.
+        num_experts: X.
+
+    Returns:
+        Which assignment comes at each place ``(S,)``, the place of each one ``(N, K)``, the expert
+        at each place ``(S,)`` in a small integer type, and where each expert's stretch ends, int32
+        ``(X,)``.
+    """
+    expert_S, order_S, ends_X = by_expert(top_k_index.reshape(-1), num_experts)
+    return order_S, _inverse(order_S).view(top_k_index.shape), expert_S, ends_X
+
+
+def run_rows(
+    module: nn.Module,
+    weight_of: Callable[[str], torch.Tensor],
+    rows_SD: torch.Tensor,
+    weight_S: torch.Tensor,
+    *,
+    expert_S: torch.Tensor,
+    ends_X: torch.Tensor,
+) -> torch.Tensor:
+    """What experts make of rows in their order, weighted.
+
+    Args:
+        module: says how they compute.
+        weight_of: their parameters by name, of as many experts as ``ends_X`` has.
+        rows_SD: input, a row an assignment.
+        weight_S: how each counts.
+        expert_S: whose each is, counted among those of ``weight_of``.
+        ends_X: int32, where each expert's rows end.
+
+    Returns:
+        ``(S, D)``.
+    """
+    settings: Any = module
+    weight_S1 = weight_S[:, None]
 
     def product(rows: torch.Tensor, name: str) -> torch.Tensor:
-        weight = getattr(settings, name)
+        weight = weight_of(name)
         if not settings.is_transposed:
             weight = weight.transpose(1, 2)
         out = grouped_matmul(rows, weight, ends_X)
         if settings.has_bias:
-            out = add_bias(out, getattr(settings, f"{name}_bias"), expert_S)
+            out = add_bias(out, weight_of(f"{name}_bias"), expert_S)
         return out
 
     if settings.has_gate:
@@ -79,8 +133,7 @@ def run_experts(
         rows_SD = settings.post_expert_norm(rows_SD)
     if not early:
         rows_SD = (rows_SD * weight_S1).to(rows_SD.dtype)
-    out_ND: torch.Tensor = collect(rows_SD, order_S, inverse_NK)
-    return out_ND.to(hidden_ND.dtype)
+    return rows_SD
 
 
 def by_expert(
@@ -148,7 +201,7 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (inverse_NK,) = ctx.saved_tensors
-        return _sum_of_experts(grads[0], inverse_NK), None, None
+        return sum_of_experts(grads[0], inverse_NK).to(grads[0].dtype), None, None
 
 
 class _Pick(torch.autograd.Function):
@@ -176,7 +229,7 @@ class _Collect(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(order_S)
         ctx.top_k = inverse_NK.shape[1]
-        return _sum_of_experts(rows_SD, inverse_NK)
+        return sum_of_experts(rows_SD, inverse_NK).to(rows_SD.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -184,8 +237,8 @@ class _Collect(torch.autograd.Function):
         return grads[0][order_S // ctx.top_k], None, None
 
 
-def _sum_of_experts(rows_SD: torch.Tensor, inverse_NK: torch.Tensor) -> torch.Tensor:
-    """``(N, D)``, summed in float32 at least: a term an expert, one pass over memory compiled.
+def sum_of_experts(rows_SD: torch.Tensor, inverse_NK: torch.Tensor) -> torch.Tensor:
+    """``(N, D)`` in float32 at least: a term an expert, one pass over memory compiled.
 
     As a reduction over K it would be a kernel of its own at a fifth of the memory's rate.
     """
@@ -193,7 +246,7 @@ def _sum_of_experts(rows_SD: torch.Tensor, inverse_NK: torch.Tensor) -> torch.Te
     total_ND = rows_SD[inverse_NK[:, 0]].to(dtype)
     for expert in range(1, inverse_NK.shape[1]):
         total_ND = total_ND + rows_SD[inverse_NK[:, expert]].to(dtype)
-    return total_ND.to(rows_SD.dtype)
+    return total_ND
 
 
 def grouped_matmul(

@@ -8,6 +8,7 @@ unit, a tied head to the embedding's. This module reads structure; it computes n
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ from headrace.models.building import build_model, first_line, load_config, text_
 from headrace.models.head import HeadProbe, LogitRule, find_rules
 from headrace.models.routing import find_auxiliary_loss
 from headrace.models.shrink import MAX_LAYERS, shrink
+from headrace.models.slices import StackedExperts, find_experts
 from headrace.models.structure import covering_prefix
 from headrace.models.units import path_of, plan_units, trained_with_adapters
 from headrace.store.carried import CarriedTensors
@@ -178,6 +180,19 @@ class ModelSpec:
     def is_balanced(self) -> bool:
         """A loss over the tokens of each micro-batch balances its experts."""
         return self.auxiliary_loss is not None and self.auxiliary_loss.coefficient != 0
+
+    @functools.cached_property
+    def experts(self) -> dict[int, StackedExperts]:
+        """By layer, experts that can be sent in slices; none of a model with adapters."""
+        if self.adapters is not None:
+            return {}
+        found = {}
+        for index, layer in enumerate(self.parts.layers):
+            experts = find_experts(layer)
+            float32 = {param.local_name for param in self.units[1 + index].float32_params}
+            if experts is not None and not float32.intersection(experts.local_names):
+                found[index] = experts
+        return found
 
     @property
     def drops(self) -> bool:

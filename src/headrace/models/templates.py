@@ -23,6 +23,7 @@ from headrace.models.attention import DOCUMENTS, document_names
 from headrace.models.buffers import initial_buffers
 from headrace.models.dropout import seed_names
 from headrace.models.routing import RouterOutput, watch_routers
+from headrace.models.slices import OUTPUT, without_experts
 from headrace.models.structure import structure
 from headrace.models.summing import bindings, handles_for, sum_in_place
 from headrace.models.unread import unread
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
     from headrace.models.capture import LayerArguments
     from headrace.models.compiling import Compiler
+    from headrace.models.slices import ExpertsStub, StackedExperts
     from headrace.models.spec import ModelSpec
 
 
@@ -43,10 +45,13 @@ class LayerOutput(NamedTuple):
     Attributes:
         hidden_BTD: the hidden state.
         routers: what its routers said, in order of their calls; empty for a dense layer.
+        experts: what its experts were called with (hidden state, choices and weights of each
+            token), if it runs without them.
     """
 
     hidden_BTD: torch.Tensor
     routers: tuple[RouterOutput, ...]
+    experts: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
 
 def _layer_call(
@@ -65,6 +70,12 @@ def _layer_call(
         seen = tuple(box)
         box.clear()
     return ((first_tensor(output),), *seen)
+
+
+def _call_without_experts(stub: ExpertsStub, *args: Any) -> tuple[tuple[torch.Tensor, ...], ...]:
+    """The same; what the experts were called with comes behind the hidden state."""
+    output, *seen = _layer_call(*args)
+    return (output, stub.take(), *seen)
 
 
 _Call = Callable[..., tuple[tuple[torch.Tensor, ...], ...]]
@@ -87,6 +98,7 @@ class _Template(NamedTuple):
     summed: tuple[str, ...]
     seeds: tuple[str, ...]
     documents: tuple[str, ...]
+    output_name: str | None  # what stands for the experts' output, of a layer without them
 
 
 class Templates:
@@ -106,8 +118,16 @@ class Templates:
         *,
         compiler: Compiler | None,
         device: torch.device | None = None,
+        sliced: Mapping[int, StackedExperts] | None = None,
     ) -> None:
-        """Take the layers' structures; ``compiler`` compiles them, None leaves them eager."""
+        """Take the layers' structures.
+
+        Args:
+            spec: the model.
+            compiler: compiles them; None leaves them eager.
+            device: of their buffers.
+            sliced: by layer, experts that run by themselves.
+        """
         families.prepare(spec.model, device or torch.device("cpu"))
         self._templates: list[_Template] = []
         self._buffers: list[dict[str, torch.Tensor]] = []
@@ -115,21 +135,34 @@ class Templates:
         by_structure: dict[Any, _Template] = {}
         self._handles: dict[str, torch.Tensor] = {}
         for index in range(spec.num_layers):
-            layer = spec.layer(index)
+            layer, stub, output_name = spec.layer(index), None, None
+            if sliced and index in sliced:
+                layer, stub = without_experts(layer, sliced[index].path)
+                output_name = f"{sliced[index].path}.{OUTPUT}"
             summed = sum_in_place(layer)
             key = structure(layer)
             if key not in by_structure:
-                box = watch_routers(layer, spec.model)  # before anything is traced
+                # Before anything is traced.
+                box = watch_routers(spec.layer(index), spec.model)
                 calls = _Calls(_layer_call, _layer_call, _layer_call)
-                if compiler is not None:
+                name = f"layer_structure_{len(by_structure)}"
+                if stub is not None:
+                    call: _Call = functools.partial(_call_without_experts, stub)
+                    if compiler is not None:
+                        call = compiler.compile(call, name)
+                    calls = _Calls(call, call, call)
+                elif compiler is not None:
                     calls = _compiled(
-                        compiler,
-                        len(by_structure),
-                        routes=box is not None,
-                        leaves_out=self.leaves_out,
+                        compiler, name, routes=box is not None, leaves_out=self.leaves_out
                     )
                 by_structure[key] = _Template(
-                    layer, box, calls, summed, seed_names(layer), document_names(layer)
+                    layer,
+                    box,
+                    calls,
+                    summed,
+                    seed_names(layer),
+                    document_names(layer),
+                    output_name,
                 )
                 self._handles.update(handles_for(summed, device))
             self._templates.append(by_structure[key])
@@ -159,6 +192,7 @@ class Templates:
         again: bool = False,
         sums: Mapping[str, torch.Tensor] | None = None,
         seeds_B: torch.Tensor | None = None,
+        experts_ND: torch.Tensor | None = None,
     ) -> LayerOutput:
         """Call layer ``index`` with ``parameters`` (by local name) bound, and its buffers.
 
@@ -171,6 +205,7 @@ class Templates:
             again: for its gradients alone: the hidden state may hold anything.
             sums: where backward adds the gradients of weights named in :meth:`summed`.
             seeds_B: int64, of the dropout in each row; None for none.
+            experts_ND: what its experts return, of a layer that runs without them.
         """
         template = self._templates[index]
         bound = {**self._buffers[index], **parameters}
@@ -178,18 +213,26 @@ class Templates:
             bound.update(bindings(sums, self._handles))
         if seeds_B is not None:
             bound.update(dict.fromkeys(template.seeds, seeds_B))
+        if template.output_name is not None:
+            assert experts_ND is not None
+            bound[template.output_name] = experts_ND
         if DOCUMENTS in arguments:
             bound.update((name, arguments[DOCUMENTS]) for name in template.documents)
             arguments = {k: v for k, v in arguments.items() if k != DOCUMENTS}
         calls = template.calls
         call = calls.kept if keep else calls.again if again else calls.plain
         (hidden,), *routers = call(template.module, template.box, bound, hidden_BTD, arguments)
+        experts = None
+        if template.output_name is not None:
+            (given_ND, index_NK, weights_NK), *routers = routers
+            experts = given_ND, index_NK, weights_NK
         return LayerOutput(
             hidden,
             tuple(
                 RouterOutput(logits_NX=seen[0], chosen_NK=seen[1] if len(seen) > 1 else None)
                 for seen in routers
             ),
+            experts,
         )
 
 
@@ -256,8 +299,7 @@ def _policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> Checkp
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _compiled(compiler: Compiler, number: int, *, routes: bool, leaves_out: bool) -> _Calls:
-    name = f"layer_structure_{number}"
+def _compiled(compiler: Compiler, name: str, *, routes: bool, leaves_out: bool) -> _Calls:
     # Routers write to a list inside the checkpointed region, which backward must not repeat. That
     # has to be said when the layer is traced.
     once = {"skip_fwd_side_effects_in_bwd_under_checkpoint": True} if routes else {}

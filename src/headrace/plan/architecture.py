@@ -25,6 +25,27 @@ _MOST_LAYERS = 10_000  # each is sized on its own
 
 
 @dataclass(frozen=True, kw_only=True)
+class Experts:
+    """The routed experts of a layer.
+
+    Attributes:
+        count: all of them.
+        chosen: those that a token uses.
+        size: parameters of one.
+        matmul: those of one in matrices.
+        kept_elements: outputs of one's matmuls that a token leaves for backward.
+        width: of their results, one after another, for one row.
+    """
+
+    count: int
+    chosen: int
+    size: int
+    matmul: int
+    kept_elements: int
+    width: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Layer:
     """One decoder layer.
 
@@ -40,6 +61,7 @@ class Layer:
         adapted_width: inputs and outputs of all linear layers that get low-rank adapters.
         num_left_out: matmul parameters that a compiled recompute does not multiply: the last
             matrix, where only the residual sum reads its product and nothing routes.
+        experts: its routed experts, if any.
     """
 
     mixer: str
@@ -52,6 +74,7 @@ class Layer:
     kept_elements: int
     adapted_width: int = 0
     num_left_out: int = 0
+    experts: Experts | None = None
 
     def attention_flops(self, length: int) -> float:
         """Forward FLOPs a token of attention, averaged over a causal sequence of ``length``."""
@@ -254,14 +277,30 @@ def _dense_mlp(family: Family, config: Config) -> _Part:
     return part + _linear(inner, hidden, bias=bias, modules=0 if sparse else 1)
 
 
-def _expert_mlp(family: Family, config: Config) -> _Part:
+def _experts(family: Family, config: Config) -> Experts:
     assert family.expert_size is not None
     hidden, inner = _need(config, "hidden_size"), _need(config, family.expert_size)
     key = next((name for name in family.num_experts if name in config), family.num_experts[0])
-    experts, active = _need(config, key), _need(config, "num_experts_per_tok")
-    one = 3 * hidden * inner
-    biases = experts * (2 * inner + hidden) + experts if family.expert_bias else 0
-    part = _Part(experts * one + biases, active * one, active * (2 * inner + hidden))
+    biases = 2 * inner + hidden if family.expert_bias else 0
+    return Experts(
+        count=_need(config, key),
+        chosen=_need(config, "num_experts_per_tok"),
+        size=3 * hidden * inner + biases,
+        matmul=3 * hidden * inner,
+        kept_elements=2 * inner + hidden,
+        # The input, both halves of the first product, before and after the weights, the second.
+        width=2 * hidden + 4 * inner,
+    )
+
+
+def _expert_mlp(family: Family, config: Config) -> _Part:
+    assert family.expert_size is not None
+    hidden, found = _need(config, "hidden_size"), _experts(family, config)
+    inner, experts, active = _need(config, family.expert_size), found.count, found.chosen
+    router_bias = experts if family.expert_bias else 0
+    part = _Part(
+        experts * found.size + router_bias, active * found.matmul, active * found.kept_elements
+    )
     part += _linear(hidden, experts, modules=0)
     shared = 0
     if family.shared_size is not None:
@@ -348,6 +387,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
                 kept_elements=part.kept,
                 adapted_width=part.adapted,
                 num_left_out=0 if whole else hidden * _need(text, "intermediate_size"),
+                experts=_experts(family, text) if sparse else None,
             )
         )
     return Architecture(

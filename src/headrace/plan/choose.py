@@ -7,11 +7,14 @@ are compared, nothing is run.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from headrace.errors import ConfigError
 from headrace.plan.machine import Rate, card_names, describe_machine
 from headrace.plan.memory import HOST_SLACK, Footprint, fits, footprint, usable_device, usable_host
+from headrace.plan.slices import most_slices
 from headrace.plan.speed import Speed, predict_speed
 from headrace.units import GIB
 
@@ -32,6 +35,7 @@ class Choice:
 
     activations: Activations
     waves: int
+    slices: int
     need: Footprint
     speed: Speed
     fits: bool
@@ -68,7 +72,7 @@ def _wave_counts(num_micro_batches: int) -> Iterator[int]:
 def choices(
     model: Architecture, job: Job, machine: Machine, features: Features
 ) -> Iterator[Choice]:
-    """Every activation mode and number of waves that ``job`` leaves open."""
+    """Every activation mode and number of waves that ``job`` leaves open, whole layers."""
     modes: tuple[Activations, ...] = (
         ("keep", "recompute") if job.activations is None else (job.activations,)
     )
@@ -82,6 +86,7 @@ def choices(
             yield Choice(
                 activations=mode,
                 waves=waves,
+                slices=job.expert_slices or 1,
                 need=need,
                 speed=predict_speed(model, job, machine, activations=mode, waves=waves),
                 fits=good,
@@ -90,7 +95,13 @@ def choices(
 
 
 def choose(model: Architecture, job: Job, machine: Machine, features: Features) -> Choice:
-    """The fastest choice that fits; where none does, the one that overflows least."""
+    """The fastest choice that fits; where none does, the one that overflows least.
+
+    Experts are sent in slices where nothing fits without, in as few as fit.
+
+    Raises:
+        ConfigError: ``job`` asks for slices that a layer cannot be cut in.
+    """
 
     def overflow(choice: Choice) -> float:
         device = choice.need.device_bytes - usable_device(machine)
@@ -100,10 +111,31 @@ def choose(model: Architecture, job: Job, machine: Machine, features: Features) 
             return max(0, host + choice.need.device_bytes)
         return max(0, device) + max(0, host)
 
-    return min(
-        choices(model, job, machine, features),
-        key=lambda c: (not c.fits, c.speed.step_seconds if c.fits else overflow(c)),
-    )
+    def order(choice: Choice) -> tuple[bool, float]:
+        return not choice.fits, choice.speed.step_seconds if choice.fits else overflow(choice)
+
+    found: list[Choice] = []
+    for count in _slice_counts(model, job, machine.num_gpus):
+        sliced = replace(job, expert_slices=count)
+        found.append(min(choices(model, sliced, machine, features), key=order))
+        if found[-1].fits:
+            break
+    return min(found, key=order)
+
+
+def _slice_counts(model: Architecture, job: Job, num_gpus: int) -> list[int]:
+    """Numbers of slices of experts to try, the fewest first."""
+    most, given = most_slices(model, job, num_gpus), job.expert_slices
+    if given is None:
+        return [*itertools.takewhile(lambda n: n < most, (1 << p for p in itertools.count())), most]
+    if given > most:
+        raise ConfigError(
+            f"engine.expert_slices is {given}, and here the experts of a layer can be sent in at "
+            f"most {most}",
+            remedy="leave it out: only layers of experts can be cut, as many times as they have "
+            "experts, on one card and without adapters",
+        )
+    return [given]
 
 
 def _more_host(machine: Machine, choice: Choice) -> Machine:

@@ -77,6 +77,8 @@ class Job:
         offload_layers: with activations kept, how many of the others offload to the host.
         device_units: units, from the embedding on, whose weights and state lie on the device; None
             puts there what the host has no room for.
+        expert_slices: that the experts of a layer are sent in; 1 sends layers whole, None lets the
+            plan choose.
         gradient_bytes: of an element that returns to the host; None is the model's width.
         compiled: layers are compiled, and keep less.
         waves: passes over the layers a step; None lets the plan choose.
@@ -104,6 +106,7 @@ class Job:
     recompute_layers: int = 0
     offload_layers: int = 0
     device_units: int | None = None
+    expert_slices: int | None = None
     gradient_bytes: int | None = None
     compiled: bool = True
     waves: int | None = None

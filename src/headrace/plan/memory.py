@@ -17,6 +17,7 @@ from headrace.plan.parts import (
     share,
     trained_part,
 )
+from headrace.plan.slices import layer_pieces, waiting_bytes, working_elements
 from headrace.units import GIB, MIB
 
 if TYPE_CHECKING:
@@ -200,11 +201,15 @@ def _device_items(
     cpu: bool,
 ) -> list[Item]:
     width = 4 if cpu or job.dtype == "float32" else 2
-    layer, ends = model.largest_layer, model.num_embedding + model.num_head
+    ends = model.num_embedding + model.num_head
     trained = trained_part(model, job)
     trained_ends = trained.embedding + trained.head
     resident = job.device_units or 0
-    in_slots = [x.num_parameters for i, x in enumerate(model.layers, 1) if i >= resident]
+    pieces = [layer_pieces(i, x, job) for i, x in enumerate(model.layers)]
+    in_slots = [piece for sizes in pieces[max(0, resident - 1) :] for piece in sizes]
+    layer = max(in_slots, default=model.largest_layer)
+    what = "layers" if len(in_slots) <= len(model.layers) else "parts of layers"
+    largest_trained = min(trained.largest_layer, max(max(sizes) for sizes in pieces))
     slots = min(job.weight_slots, len(in_slots) + 1) if in_slots else 0
     sent_ends = (0 if resident else model.num_embedding) + (
         model.num_head if resident < len(model.layers) + 2 else 0
@@ -225,21 +230,23 @@ def _device_items(
         (x.kept_elements for x, mode in zip(model.layers, modes, strict=True) if mode == "offload"),
         default=0,
     )
-    working = [round(x.kept_elements * width * at_work) for x in model.layers]
+    working = [
+        round(working_elements(i, x, job, at_work) * width) for i, x in enumerate(model.layers)
+    ]
     items = [
         Item(
             kind="weight slots",
             num_bytes=width * (slots * max(in_slots, default=0) + sent_ends),
-            formula=f"{width} x ({slots} layers of {layer:,} + both ends {ends:,})"
+            formula=f"{width} x ({slots} {what} of {layer:,} + both ends {ends:,})"
             if not resident
-            else f"{width} x ({slots} layers and ends that are not on the device)",
+            else f"{width} x ({slots} {what} and ends that are not on the device)",
         ),
         Item(
             kind="gradients",
-            num_bytes=4 * (trained_ends + job.gradient_slots * trained.largest_layer)
+            num_bytes=4 * (trained_ends + job.gradient_slots * largest_trained)
             if waves == 1
             else 4 * trained.total,
-            formula=f"fp32: 4 x ({job.gradient_slots} layers + both ends)"
+            formula=f"fp32: 4 x ({job.gradient_slots} {what} + both ends)"
             if waves == 1
             else f"fp32 accumulators of all units over {waves} waves: 4 x what is trained",
         ),
@@ -252,6 +259,8 @@ def _device_items(
             formula=f"{width} x {tokens:,} tokens x {model.hidden_size} x layers and ends",
         ),
     ]
+    waiting, formula = waiting_bytes(model, job, tokens, width, first=trained.first_layer)
+    items += [Item(kind="experts' results", num_bytes=waiting, formula=formula)] if waiting else []
     if kept:
         items.append(
             Item(
@@ -283,7 +292,7 @@ def _device_items(
         )
     head_trained = trained.head or (trained.embedding and model.tied)
     logits = min(job.loss_chunk_tokens, job.micro_batch_tokens) * model.vocab_size
-    work = job.micro_batch_tokens * max(working) + width * trained.largest_layer
+    work = job.micro_batch_tokens * max(working) + width * largest_trained
     items += [
         Item(
             kind="layer at work",

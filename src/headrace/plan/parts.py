@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from headrace.plan.job import Trained
+from headrace.plan.slices import is_sliced
 
 if TYPE_CHECKING:
     from headrace.plan.architecture import Architecture
@@ -58,7 +59,10 @@ def layer_modes(model: Architecture, job: Job, activations: Activations) -> list
     modes: list[Leaving] = ["nothing"] * first
     modes += ["recompute"] * recompute
     modes += ["offload" if i * offload % rest < offload else "keep" for i in range(rest)]
-    return modes
+    return [
+        "recompute" if mode != "nothing" and is_sliced(index, layer, job) else mode
+        for index, (layer, mode) in enumerate(zip(model.layers, modes, strict=True))
+    ]
 
 
 def offloaded_bytes(

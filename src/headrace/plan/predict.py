@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from headrace.plan.memory import Item
     from headrace.plan.source import ModelSource
 
-SCHEMA = 2
+SCHEMA = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +185,7 @@ def _choice(choice: Choice, machine: Machine) -> dict[str, Any]:
         "overflows": list(choice.over),
         "activations": choice.activations,
         "waves": choice.waves,
+        "expert_slices": choice.slices,
         "host": _items(need.host),
         "host_bytes": need.host_bytes,
         "host_limit_bytes": usable_host(machine),

@@ -32,6 +32,8 @@ def _answer(plan: Prediction) -> list[str]:
     choice, machine = plan.choice, plan.machine
     cards = machine.title if machine.num_gpus == 1 else f"{machine.num_gpus} x {machine.title}"
     how = f"activations {choice.activations}, {choice.waves} wave" + "s" * (choice.waves != 1)
+    if choice.slices > 1:
+        how += f", experts in {choice.slices} slices"
     if plan.fits:
         return [f"FITS on {cards}: {how}."]
     lines = [f"DOES NOT FIT on {cards}: too little {' and '.join(choice.over)} memory ({how})."]

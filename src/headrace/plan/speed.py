@@ -19,6 +19,7 @@ from headrace.plan.parts import (
     resident_parameters,
     trained_part,
 )
+from headrace.plan.slices import is_sliced
 
 if TYPE_CHECKING:
     from headrace.plan.architecture import Architecture
@@ -75,6 +76,20 @@ def compute_seconds(model: Architecture, length: int, tokens: float, tflops: flo
     return tokens * (matmul + attention)
 
 
+def _rest_seconds(
+    model: Architecture, job: Job, tokens: float, tflops: float, *, first: int
+) -> float:
+    """Forward of what is no expert's, in layers from ``first`` on that are sent in slices."""
+    matmul = attention = 0.0
+    for index, layer in enumerate(model.layers):
+        if index >= first and layer.experts is not None and is_sliced(index, layer, job):
+            own = layer.num_active_matmul - layer.experts.chosen * layer.experts.matmul
+            matmul += 2.0 * own
+            attention += layer.attention_flops(job.max_length)
+    seconds = matmul / SPARSE_SHARE + attention / min(SPARSE_SHARE, ATTENTION_SHARE)
+    return tokens * seconds / (tflops * 1e12)
+
+
 def predict_speed(
     model: Architecture, job: Job, machine: Machine, *, activations: Activations, waves: int
 ) -> Speed:
@@ -126,12 +141,17 @@ def _speed(
     sent = offloaded_bytes(
         model, job, cards, activations=activations, waves=waves, cpu=machine.is_cpu
     )
+    # What is no expert's runs twice in a forward pass of a sliced layer, and in its recompute.
+    twice, again_twice = (
+        _rest_seconds(model, job, tokens, machine.matmul_tflops.value, first=first)
+        for first in (0, part.first_layer)
+    )
     forward = {
-        "compute": whole / 3,
+        "compute": whole / 3 + twice,
         "h2d": down / cards / (machine.h2d.value * giga),
     }
     backward = {
-        "compute": whole / 3 * backward_share + again,
+        "compute": whole / 3 * backward_share + again + again_twice,
         "h2d": up_again / cards / (machine.duplex.value * giga),
         "d2h": back / cards / (machine.duplex.value * giga),
     }

@@ -13,19 +13,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headrace.engine.offload import IN_FLIGHT
+from headrace.models.slices import plan_sections
 from headrace.store.ranges import Share, unit_shard
 from headrace.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from headrace.engine.config import EngineConfig
+    from headrace.engine.config import EngineConfig, Leaving
     from headrace.models.spec import ModelSpec
     from headrace.store.layout import ParamSpec, UnitLayout
     from headrace.store.ranges import UnitShard
     from headrace.store.state import StateDtype
 
-_BF16, _FP32 = 2, 4
+_BF16, _FP32, _INDEX = 2, 4, 8
+UNEVEN = 2.0
+"""Rows of the busiest slice of experts over the even share, as far as the budget allows for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,11 +124,12 @@ def step_budget(
     streamed = shards[len(resident) :]
     compute = _BF16 if dtype == "bfloat16" and not cpu else _FP32
     returned = _FP32 if config.gradient_dtype == "float32" or dtype == "float32" else _BF16
+    pieces = _pieces(spec, shards, config)
     device = {
         "state on the device": sum(_state_bytes(shard, dtype) for shard in resident),
         "gradients kept on the device": returned * _retained_elements(shards, config, workload),
-        "weight slots": compute * _slot_elements(shards, len(resident), config),
-        "gradient accumulators": _FP32 * _accumulator_elements(shards, config, workload),
+        "weight slots": compute * _slot_elements(shards, pieces, config),
+        "gradient accumulators": _FP32 * _accumulator_elements(shards, pieces, config, workload),
         "activations": _activation_bytes(spec, config, workload, compute),
         "temporaries": _temporary_bytes(spec, config, workload, compute, cpu=cpu),
     }
@@ -159,7 +163,7 @@ def _outputs(spec: ModelSpec, layer: UnitLayout, param: ParamSpec) -> int:
     """Elements a token of what a matrix gives; experts lie in one parameter, (X, O, I) or not."""
     if len(param.shape) != 3 or ".experts." not in param.name:
         return param.shape[0]
-    chosen = int(getattr(spec.config, "num_experts_per_tok", None) or 1)
+    chosen = _chosen(spec)
     if not param.local_name.endswith("down_proj"):
         _, one, other = param.shape
         return chosen * (other if one == spec.hidden_size else one)
@@ -168,30 +172,145 @@ def _outputs(spec: ModelSpec, layer: UnitLayout, param: ParamSpec) -> int:
     return chosen * spec.hidden_size if biased else 0
 
 
+def _chosen(spec: ModelSpec) -> int:
+    """Experts that a token uses."""
+    return int(getattr(spec.config, "num_experts_per_tok", None) or 1)
+
+
 def _state_bytes(shard: UnitShard, dtype: StateDtype) -> int:
     weights = _BF16 if dtype == "bfloat16" else _FP32
     return weights * shard.numel + (12 - weights) * shard.trained.numel
 
 
-def _slot_elements(shards: Sequence[UnitShard], num_resident: int, config: EngineConfig) -> int:
+@dataclass(frozen=True, kw_only=True)
+class _Pieces:
+    """What a layer is sent in: the layer, or its sections. Elements.
+
+    Attributes:
+        count: of the pieces.
+        slot: of the largest one.
+        gradient: of the largest one's.
+        gradients: of all of them.
+    """
+
+    count: int
+    slot: int
+    gradient: int
+    gradients: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sliced:
+    """Sizes of layers whose experts are sent in slices.
+
+    Attributes:
+        pieces: by layer.
+        rest: elements that the largest layer keeps a token without its experts, and trains.
+        row: elements that experts that run by themselves hold of a row.
+        slice: elements that its largest slice trains.
+    """
+
+    pieces: dict[int, _Pieces]
+    rest: tuple[int, int]
+    row: int
+    slice: int
+
+
+@functools.lru_cache(maxsize=16)  # as above
+def _sliced(spec: ModelSpec, num_slices: int) -> _Sliced:
+    sections = plan_sections(spec, num_slices)
+    pieces = {}
+    for layer in spec.experts:
+        layouts = [section.layout for section in sections[1 + layer]]
+        pieces[layer] = _Pieces(
+            count=len(layouts),
+            slot=max(layout.size for layout in layouts),
+            gradient=max(layout.num_trainable for layout in layouts),
+            gradients=sum(layout.num_trainable for layout in layouts),
+        )
+    largest = max(spec.experts, key=lambda layer: spec.units[1 + layer].size)
+    rest, *slices = (section.layout for section in sections[1 + largest])
+    return _Sliced(
+        pieces=pieces,
+        rest=(kept_elements_per_token(spec, rest), rest.num_trainable),
+        row=_row_elements(spec, largest),
+        slice=max(layout.num_trainable for layout in slices),
+    )
+
+
+def _row_elements(spec: ModelSpec, layer: int) -> int:
+    """What experts that run by themselves hold of a row: each result, and its gradient."""
+    experts = spec.experts[layer]
+    names, width = experts.local_names, experts.output_size
+    products = [
+        param.numel // (experts.num_experts * width)
+        for param in spec.units[1 + layer].params
+        if param.local_name in names and len(param.shape) == 3
+    ]
+    # The input, the first product, what becomes of it before and after the weights, the second.
+    return 2 * (2 * width + max(products) + 2 * min(products))
+
+
+def _pieces(spec: ModelSpec, shards: Sequence[UnitShard], config: EngineConfig) -> list[_Pieces]:
+    sliced = sliced_layers(spec, config)
+    pieces = []
+    for layer, shard in enumerate(shards[1:-1]):
+        if layer in sliced:
+            pieces.append(_sliced(spec, config.expert_slices or 1).pieces[layer])
+        else:
+            slot, gradient = shard.slot_size, shard.gradient_size
+            pieces.append(_Pieces(count=1, slot=slot, gradient=gradient, gradients=gradient))
+    return pieces
+
+
+def sliced_layers(spec: ModelSpec, config: EngineConfig) -> frozenset[int]:
+    """Layers whose experts are sent in slices."""
+    if (config.expert_slices or 1) == 1:
+        return frozenset()
+    first = max(0, (config.device_units or 0) - 1)
+    return frozenset(layer for layer in spec.experts if layer >= first)
+
+
+@functools.lru_cache(maxsize=64)
+def rest_parameters(spec: ModelSpec, sliced: frozenset[int]) -> int:
+    """Parameters of matrices in these layers that are no expert's."""
+    return sum(
+        param.numel
+        for index in sliced
+        for param in spec.units[1 + index].params
+        if len(param.shape) >= 2 and param.local_name not in spec.experts[index].local_names
+    )
+
+
+def activations_of(spec: ModelSpec, config: EngineConfig) -> tuple[Leaving, ...]:
+    """What each layer leaves for its backward; one whose experts are sliced recomputes."""
+    sliced, first = sliced_layers(spec, config), spec.first_trained_layer
+    plan = config.activation_plan(spec.num_layers, first)
+    if not sliced:
+        return plan
+    reached = (i in sliced and i >= first for i in range(spec.num_layers))
+    return tuple("recompute" if i else what for i, what in zip(reached, plan, strict=True))
+
+
+def _slot_elements(shards: Sequence[UnitShard], pieces: list[_Pieces], config: EngineConfig) -> int:
+    num_resident = config.device_units or 0
     if not shards[0].is_whole:  # what is on the device is gathered in a slot, too
         num_resident = 0
-    streamed_layers = [shard for i, shard in enumerate(shards[1:-1], 1) if i >= num_resident]
-    num_slots = min(config.weight_slots, len(streamed_layers) + 1) if streamed_layers else 0
-    elements = num_slots * max((shard.slot_size for shard in streamed_layers), default=0)
+    streamed = pieces[max(0, num_resident - 1) :]
+    num_slots = min(config.weight_slots, sum(p.count for p in streamed) + 1) if streamed else 0
+    elements = num_slots * max((piece.slot for piece in streamed), default=0)
     elements += 0 if num_resident > 0 else shards[0].slot_size
     return elements + (0 if num_resident >= len(shards) else shards[-1].slot_size)
 
 
 def _accumulator_elements(
-    shards: Sequence[UnitShard], config: EngineConfig, workload: Workload
+    shards: Sequence[UnitShard], pieces: list[_Pieces], config: EngineConfig, workload: Workload
 ) -> int:
-    layers = shards[1:-1]
     ends = shards[0].gradient_size + shards[-1].gradient_size
     if workload.num_waves(config) > 1:
-        return ends + sum(shard.gradient_size for shard in layers)
-    count = min(config.gradient_slots, len(layers))
-    return ends + count * max(shard.gradient_size for shard in layers)
+        return ends + sum(piece.gradients for piece in pieces)
+    count = min(config.gradient_slots, sum(piece.count for piece in pieces))
+    return ends + count * max(piece.gradient for piece in pieces)
 
 
 def _retained_elements(
@@ -209,14 +328,22 @@ def _retained_elements(
 def _activation_bytes(
     spec: ModelSpec, config: EngineConfig, workload: Workload, compute: int
 ) -> int:
-    plan = config.activation_plan(spec.num_layers, spec.first_trained_layer)
+    plan = activations_of(spec, config)
     tokens = workload.tokens * workload.per_wave(config)
     kept = sum(size for size, what in zip(_kept(spec), plan, strict=True) if what == "keep")
     inputs = (plan.count("offload") + plan.count("recompute")) * spec.hidden_size
     # On its way, and being made: so many micro-batches of a layer, not of a wave.
     leaving = workload.tokens * (IN_FLIGHT + 1) * max(_leaving(spec, config), default=0)
     # The wave's hidden state and its gradient.
-    return compute * (tokens * (kept + inputs + 2 * spec.hidden_size) + leaving)
+    size = compute * (tokens * (kept + inputs + 2 * spec.hidden_size) + leaving)
+    first = spec.first_trained_layer
+    if sliced := [layer for layer in sliced_layers(spec, config) if layer >= first]:
+        chosen = _chosen(spec)
+        # Of each sliced layer what its experts returned, and whom each token chose. Of the one at
+        # work their input and output's gradient, a float32 sum, and the order of the rows.
+        size += tokens * len(sliced) * (compute * spec.hidden_size + (_INDEX + _FP32) * chosen)
+        size += tokens * ((2 * compute + _FP32) * spec.hidden_size + 4 * _INDEX * chosen)
+    return size
 
 
 def offloaded_bytes(
@@ -229,7 +356,7 @@ def offloaded_bytes(
 def _leaving(spec: ModelSpec, config: EngineConfig) -> list[int]:
     """Elements a token of each layer that offloads."""
     hidden = spec.hidden_size
-    plan = config.activation_plan(spec.num_layers, spec.first_trained_layer)
+    plan = activations_of(spec, config)
     sizes = zip(_kept(spec), plan, strict=True)
     return [size - hidden for size, what in sizes if what == "offload"]
 
@@ -239,10 +366,13 @@ def _kept(spec: ModelSpec) -> tuple[int, ...]:
     return tuple(kept_elements_per_token(spec, layer) for layer in spec.units[1:-1])
 
 
-@functools.lru_cache(maxsize=4)
-def _largest_layer(spec: ModelSpec) -> tuple[int, int]:
-    """What it keeps a token, and its trainable elements."""
-    layer = max(spec.units[1:-1], key=lambda unit: unit.size)
+@functools.lru_cache(maxsize=64)
+def _largest_layer(spec: ModelSpec, without: frozenset[int]) -> tuple[int, int]:
+    """What it keeps a token, and its trainable elements; 0 where none is left."""
+    layers = [unit for i, unit in enumerate(spec.units[1:-1]) if i not in without]
+    if not layers:
+        return 0, 0
+    layer = max(layers, key=lambda unit: unit.size)
     return kept_elements_per_token(spec, layer), layer.num_trainable
 
 
@@ -253,6 +383,15 @@ def _temporary_bytes(
     matrix = 0 if cpu else spec.vocab_size * spec.hidden_size  # the CPU adds in place
     head = 2 * compute * chunk * spec.vocab_size + _FP32 * matrix
     head += 2 * compute * workload.tokens * spec.hidden_size
-    outputs, num_trainable = _largest_layer(spec)
-    backward = compute * (2 * workload.tokens * outputs + num_trainable)
-    return max(head, backward)
+    sliced = sliced_layers(spec, config)
+    outputs, num_trainable = _largest_layer(spec, sliced)
+    backward = [2 * workload.tokens * outputs + num_trainable]
+    if sliced:
+        slices = config.expert_slices or 1
+        found = _sliced(spec, slices)
+        rows = round(workload.tokens * _chosen(spec) * min(1.0, UNEVEN / slices))
+        backward += [
+            2 * workload.tokens * found.rest[0] + found.rest[1],
+            rows * found.row + found.slice,
+        ]
+    return max(head, compute * max(backward))

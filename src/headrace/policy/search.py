@@ -7,6 +7,7 @@ Settings that the user gave are kept. On the CPU nothing is placed: its device m
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headrace.errors import CapacityError
+from headrace.models.slices import check_slices, most_slices
 from headrace.policy.budget import Budget, step_budget
 from headrace.policy.steptime import Rates, StepTime, predict_step
 from headrace.units import GIB, format_bytes
@@ -130,22 +132,72 @@ def fitting_choices(
     Raises:
         CapacityError: nothing fits; the message has the arithmetic of the nearest miss.
     """
-    cpu = room.device_bytes is None
-    if cpu:  # its device memory is the host's
-        config = replace(config, device_units=0, offload_layers=config.offload_layers or 0)
+    if room.device_bytes is None:  # its device memory is the host's
+        slices = config.expert_slices or 1
+        config = replace(
+            config,
+            device_units=0,
+            offload_layers=config.offload_layers or 0,
+            expert_slices=slices,
+        )
+    check_slices(spec, config.expert_slices or 1, num_ranks)
+    nearest: Budget | None = None
+    for count in _slice_counts(spec, config, num_ranks):
+        cut = replace(config, expert_slices=count)
+        fitting, missed = _fitting(
+            spec, cut, dtype, workload, room=room, rates=rates, num_ranks=num_ranks
+        )
+        if fitting:
+            return fitting
+        assert missed is not None
+        if nearest is None or room.excess(missed) < room.excess(nearest):
+            nearest = missed
+    assert nearest is not None
+    raise CapacityError(
+        f"no placement fits {room}; the nearest needs on the device {nearest.explain('device')}, "
+        f"and on the host {nearest.explain('host')}",
+        remedy="lower per_device_train_batch_size or max_length, or set "
+        "engine.micro_batches_per_wave",
+    )
+
+
+def _slice_counts(spec: ModelSpec, config: EngineConfig, num_ranks: int) -> list[int]:
+    """Numbers of slices of experts to try: more only where nothing fits with fewer."""
+    if config.expert_slices is not None or num_ranks > 1:
+        return [config.expert_slices or 1]
+    most = most_slices(spec)
+    return [*itertools.takewhile(lambda n: n < most, (1 << p for p in itertools.count())), most]
+
+
+def _fitting(
+    spec: ModelSpec,
+    config: EngineConfig,
+    dtype: StateDtype,
+    workload: Workload,
+    *,
+    room: Room,
+    rates: Rates,
+    num_ranks: int,
+) -> tuple[list[Choice], Budget | None]:
+    """What fits of one number of slices, and the nearest miss."""
     fitting: list[Choice] = []
     nearest: Budget | None = None
-    excess = room.excess
+    excess, cpu = room.excess, room.device_bytes is None
+
+    def needed(config: EngineConfig, cut: Workload, recompute: int | None) -> Budget:
+        complete = replace(config, recompute_layers=recompute)
+        return step_budget(spec, complete, dtype, cut, cpu=cpu, num_ranks=num_ranks)
 
     for cut, candidates in _candidates(spec, config, workload):
+        if config.recompute_layers is None and config.activations == "keep":
+            # Whatever else offloads: where every layer recomputes, nothing needs less.
+            least = needed(candidates[0], cut, spec.num_layers)
+            if excess(least):
+                if nearest is None or excess(least) < excess(nearest):
+                    nearest = least
+                continue
         for candidate in candidates:
-
-            def budget_of(
-                count: int | None, candidate: EngineConfig = candidate, cut: Workload = cut
-            ) -> Budget:
-                complete = replace(candidate, recompute_layers=count)
-                return step_budget(spec, complete, dtype, cut, cpu=cpu, num_ranks=num_ranks)
-
+            budget_of = functools.partial(needed, candidate, cut)
             count = config.recompute_layers
             if count is None:
                 # Recomputing more layers never needs more: the fewest that fit, by halves.
@@ -163,15 +215,7 @@ def fitting_choices(
             fitting.append(Choice(config=complete, workload=cut, budget=budget, time=time))
             if not count:
                 break  # nothing is recomputed: offloading more gains nothing
-    if fitting:
-        return fitting
-    assert nearest is not None
-    raise CapacityError(
-        f"no placement fits {room}; the nearest needs on the device {nearest.explain('device')}, "
-        f"and on the host {nearest.explain('host')}",
-        remedy="lower per_device_train_batch_size or max_length, or set "
-        "engine.micro_batches_per_wave",
-    )
+    return fitting, nearest
 
 
 def _ordered(

@@ -16,7 +16,12 @@ from typing import TYPE_CHECKING
 
 from headrace.models.flops import flops_per_token, forward_flops_per_token
 from headrace.models.left_out import num_left_out
-from headrace.policy.budget import offloaded_bytes
+from headrace.policy.budget import (
+    activations_of,
+    offloaded_bytes,
+    rest_parameters,
+    sliced_layers,
+)
 
 if TYPE_CHECKING:
     from headrace.engine.config import EngineConfig
@@ -105,11 +110,18 @@ def predict_step(
     forward_flops = work.forward_matrices + work.forward_attention / rates.attention
     layer_forward = tokens * forward_flops / rates.flops / spec.num_layers
     head = tokens * work.head / rates.flops  # forward and backward in one pass
-    plan = config.activation_plan(spec.num_layers, first)
-    again = [index for index, leaving in enumerate(plan) if leaving == "recompute"]
+    again = [i for i, how in enumerate(activations_of(spec, config)) if how == "recompute"]
     recompute = len(again) * layer_forward
+    # What is no expert's runs twice in a forward pass of a sliced layer, and in its recompute.
+    sliced = sliced_layers(spec, config)
     if config.compile is not False:
-        recompute -= tokens * 2.0 * sum(work.left_out[i] for i in again) / rates.flops
+        left_out = sum(work.left_out[i] for i in again if i not in sliced)
+        recompute -= tokens * 2.0 * left_out / rates.flops
+    attended = work.forward_attention / rates.attention / spec.num_layers
+    twice, again_twice = (
+        tokens * (2 * rest_parameters(spec, layers) + attended * len(layers)) / rates.flops
+        for layers in (sliced, frozenset(layer for layer in sliced if layer >= first))
+    )
     waves = workload.num_waves(config)
 
     weights_first = config.update_order == "weights_first"
@@ -126,10 +138,11 @@ def predict_step(
             waited_h2d += max(0.0, sent - clock)
             clock = max(clock, sent)
         if 0 < index < len(layouts) - 1:
-            clock += layer_forward / waves
-    backward = tokens * (layer_flops - forward_flops) / rates.flops + recompute
+            clock += (layer_forward + twice / spec.num_layers) / waves
+    forward = spec.num_layers * layer_forward + twice
+    backward = tokens * (layer_flops - forward_flops) / rates.flops + recompute + again_twice
     if weights_first:
-        last_wave = clock + layer_forward * (spec.num_layers * (waves - 1) / waves)
+        last_wave = clock + forward * (waves - 1) / waves
         last_wave += (head + backward) * (waves - 1) / waves + head / waves
         waited_update += _wait_for_moments(
             [share * part * layout.num_trainable / rates.update_parameters for layout in layouts],
@@ -141,19 +154,19 @@ def predict_step(
     streamed = layouts[max(1, num_resident) : -1]
     moved = (waves - 1) * sum(layout.size for layout in streamed)
     moved += waves * sum(layout.size for layout in layouts[max(1 + first, num_resident) : -1])
-    if len(streamed) <= config.weight_slots:
+    if len(streamed) <= config.weight_slots and not sliced:
         moved = 0
-    between = backward + spec.num_layers * layer_forward * (waves - 1) / waves
+    between = backward + forward * (waves - 1) / waves
     waited_h2d += max(0.0, 2 * moved * share / rates.h2d_bytes - between)
     returned = sum(layout.num_trainable for layout in streamed)
     waited_d2h = max(0.0, 2 * returned * share / rates.d2h_bytes - backward / waves)
     # Weights twice a wave in two bytes, sums of gradients once in four.
     whole = sum(layout.size for layout in layouts)
     exchanged = others * whole * (2 * 2 * waves + 4) / rates.exchange_bytes
-    waited_exchange = max(0.0, exchanged - between - layer_forward * spec.num_layers / waves)
+    waited_exchange = max(0.0, exchanged - between - forward / waves)
     resident = sum(layout.num_trainable for layout in layouts[:num_resident])
     trained = sum(layout.num_trainable for layout in layouts)
-    compute = spec.num_layers * layer_forward + backward + head
+    compute = forward + backward + head
     # Every micro-batch reads and writes the float32 sums.
     compute += 2 * 4 * trained * workload.micro_batches / rates.device_bytes
     compute += share * resident / rates.device_update_parameters

@@ -12,13 +12,14 @@ import math
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from headrace.engine import Engine, EngineConfig
 from headrace.errors import HeadraceError
+from headrace.models.slices import most_slices
 from headrace.models.spec import ModelSpec
 from headrace.selftest.reference import (
     documents,
@@ -62,7 +63,7 @@ class GradientCheck:
 
 
 def check_gradients(spec: ModelSpec, state: ModelState, model: nn.Module) -> GradientCheck:
-    """Streamed gradients against plain autograd: rows and packed, kept and recomputed.
+    """Streamed gradients against plain autograd: rows and packed, kept, recomputed, in slices.
 
     Raises:
         CheckFailedError: a loss or a gradient differs.
@@ -72,10 +73,13 @@ def check_gradients(spec: ModelSpec, state: ModelState, model: nn.Module) -> Gra
         batches = make_batches(2, cuts=CUTS if packed else (), vocab_size=spec.vocab_size)
         wanted_loss, wanted = reference_gradients(model, batches)
         limits: dict[str, float] = {}
-        modes: tuple[Literal["keep", "recompute"], ...] = ("keep", "recompute")
-        for activations in modes:
-            where = f"{'packed' if packed else 'unpacked'} rows, activations: {activations}"
-            loss, found = streamed_gradients(spec, state, batches, activations=activations)
+        modes: list[dict[str, Any]] = [{"activations": "keep"}, {"activations": "recompute"}]
+        if most_slices(spec) > 1:
+            modes.append({"expert_slices": 2})
+        for mode in modes:
+            (setting,) = mode.items()
+            where = f"{'packed' if packed else 'unpacked'} rows, {setting[0]}: {setting[1]}"
+            loss, found = streamed_gradients(spec, state, batches, **mode)
             if not math.isclose(loss, wanted_loss, rel_tol=2e-6, abs_tol=2e-6):
                 # Rows of one document came first, and were right.
                 what = "packed documents see each other: the loss" if packed else "the loss"

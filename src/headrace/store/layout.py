@@ -175,6 +175,16 @@ def plan_segments(layout: UnitLayout, group_of: Callable[[ParamSpec], int]) -> t
     return tuple(segments)
 
 
+def cut_segments(segments: Sequence[Segment], cuts: Collection[int]) -> tuple[Segment, ...]:
+    """The same segments, and a new one at each of ``cuts`` as well."""
+    parts: list[Segment] = []
+    for segment in segments:
+        inside = sorted(cut for cut in set(cuts) if segment.start < cut < segment.stop)
+        bounds = itertools.pairwise([segment.start, *inside, segment.stop])
+        parts += [replace(segment, start=start, stop=stop) for start, stop in bounds]
+    return tuple(parts)
+
+
 def split_range(start: int, stop: int, chunk: int) -> list[tuple[int, int]]:
     """Cut ``[start, stop)`` at multiples of ``chunk`` elements."""
     cuts = [start, *range((start // chunk + 1) * chunk, stop, chunk), stop]

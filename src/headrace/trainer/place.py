@@ -14,8 +14,9 @@ import torch
 from headrace import kernels
 from headrace.errors import CapacityError, ConfigError
 from headrace.models.left_out import left_out
+from headrace.models.slices import check_slices
 from headrace.parallel.ranks import Ranks
-from headrace.policy.budget import Workload, step_budget
+from headrace.policy.budget import Workload, activations_of, sliced_layers, step_budget
 from headrace.policy.search import Choice, Room, best, fitting_choices, typical_rates
 from headrace.policy.steptime import predict_step
 from headrace.store.host_memory import host_memory
@@ -44,8 +45,10 @@ def place(
 
     Raises:
         CapacityError: nothing fits; nothing was allocated.
+        ConfigError: the experts of a layer cannot be sent in so many slices.
     """
     ranks = ranks or Ranks()
+    check_slices(spec, config.engine.expert_slices or 1, ranks.size)
     workload = workload_of(config)
     limits = room(config, spec, device, ranks)
     tuned = _tuned(config, spec, device, say) if ranks.size == 1 else None
@@ -87,11 +90,13 @@ def place(
             time=predict_step(spec, engine, cut, rates),
         )
     units = choice.config.device_units or 0
-    plan = choice.config.activation_plan(spec.num_layers, spec.first_trained_layer)
+    plan = activations_of(spec, choice.config)
+    slices = choice.config.expert_slices or 1
     say(
         f"placement: {units} of {len(spec.units)} units on the device, "
         f"{plan.count('recompute')} of {spec.num_layers} layers recompute"
         f"{_left_out(spec, choice.config)}, {plan.count('offload')} offload, "
+        f"{f'experts in {slices} slices, ' if slices > 1 else ''}"
         f"{choice.workload.num_waves(choice.config)} waves of micro-batches of "
         f"{choice.workload.rows} rows; predicted "
         f"{format_bytes(choice.budget.device_bytes)} on the device, "
@@ -105,8 +110,8 @@ def _left_out(spec: ModelSpec, engine: EngineConfig) -> str:
     """The matrices that recompute leaves out, in words."""
     if engine.compile is False:
         return ""
-    plan = enumerate(engine.activation_plan(spec.num_layers, spec.first_trained_layer))
-    again = [index for index, mode in plan if mode == "recompute"]
+    plan, sliced = enumerate(activations_of(spec, engine)), sliced_layers(spec, engine)
+    again = [index for index, mode in plan if mode == "recompute" and index not in sliced]
     names = sorted({name.removesuffix(".weight") for i in again for name in left_out(spec, i)})
     return f" (without {', '.join(names)})" if names else ""
 

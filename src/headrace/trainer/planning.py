@@ -140,6 +140,7 @@ def plan_job(config: TrainConfig, source: ModelSource, *, num_gpus: int, cpu: bo
         recompute_layers=engine.recompute_layers or 0,
         offload_layers=engine.offload_layers or 0,
         device_units=engine.device_units,
+        expert_slices=engine.expert_slices or (1 if cpu else None),
         gradient_bytes={"float32": 4, "bfloat16": 2, None: None}[engine.gradient_dtype],
         compiled=engine.compile is not False,
         waves=waves,

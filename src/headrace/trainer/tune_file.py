@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 CHOSEN = (
     "device_units",
+    "expert_slices",
     "update_order",
     "rows_per_micro_batch",
     "micro_batches_per_wave",
@@ -37,7 +38,7 @@ CHOSEN = (
     "offload_layers",
 )
 """Keys of ``engine:`` that a choice fills in."""
-_FORMAT = 1
+_FORMAT = 2
 _OBSERVING = ("trace", "lane_timeout_seconds", "lane_jitter_seconds", "poison_slots")
 _HEAD = "# Written by headrace tune. headrace train uses it while the fingerprint holds.\n"
 

@@ -117,8 +117,8 @@ CHANGES = {
     "gradient_dtype": {"engine": {"gradient_dtype": "float32"}},
     "compile": {"engine": {"compile": False}},
 }  # fmt: skip
-# Those whose change is shown elsewhere: where nothing else is named, and an adapter's folder.
-ELSEWHERE = {"device", "lora_model_dir", "streaming"}
+# Those whose change is shown elsewhere: where nothing else is named, an adapter's folder, experts.
+ELSEWHERE = {"device", "lora_model_dir", "streaming", "expert_slices"}
 
 
 def test_every_key_is_read_or_named():
@@ -195,6 +195,21 @@ def test_the_length_of_a_run_comes_from_its_data(plan, folder):
 def test_values_of_the_command_line_win(plan):
     assert plan("max_length=256")["job"]["max_length"] == 256
     assert plan("--model", "Qwen/Qwen3-8B")["model"]["name"] == "Qwen/Qwen3-8B"
+
+
+def test_experts_are_sent_in_as_many_slices_as_the_file_says(plan, folder):
+    (folder / "moe").mkdir()
+    (folder / "moe" / "config.json").write_text(
+        json.dumps(find_model("Qwen/Qwen3-30B-A3B").config | {"num_hidden_layers": 2})
+    )
+    moe = {"model_name_or_path": str(folder / "moe")}
+    whole, sliced = (plan(**moe, engine={"expert_slices": n})["plan"] for n in (1, 4))
+    assert (whole["expert_slices"], sliced["expert_slices"]) == (1, 4)
+    assert plan(**moe, device="cpu")["plan"]["expert_slices"] == 1
+    slots = [
+        {i["kind"]: i["bytes"] for i in out["device"]}["weight slots"] for out in (whole, sliced)
+    ]
+    assert slots[1] < slots[0]
 
 
 def test_device_cpu_plans_for_the_processor(plan, folder):
