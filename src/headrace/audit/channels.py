@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     Rows = NDArray[np.intp]
 
 _ROUNDING = 1e-12  # of a column's size, below which a difference is none
+_COLLINEAR = 1e-9  # singular value of unit columns, below which a direction is none
+_COLUMNS_AT_ONCE = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +108,7 @@ def _in_units(moved_nD: Array, original_nD: NDArray[np.floating]) -> Array:
     """Columns from which a mean was taken, in units near 1, so that no column hides another.
 
     A column that had no more than the mean holds rounding alone, which is 0 here. Powers of two
-    round nothing.
+    round nothing. In place, for an embedding is the largest array there is.
     """
     if len(moved_nD) == 0 or moved_nD.shape[1] == 0:
         return moved_nD
@@ -114,8 +116,9 @@ def _in_units(moved_nD: Array, original_nD: NDArray[np.floating]) -> Array:
         np.maximum(v.max(axis=0), -v.min(axis=0)).astype(np.float64)
         for v in (moved_nD, original_nD)
     )
-    scaled: Array = np.ldexp(moved_nD, -np.frexp(left_D)[1])
-    return np.where(left_D > _ROUNDING * size_D, scaled, 0.0)
+    np.ldexp(moved_nD, -np.frexp(left_D)[1], out=moved_nD)
+    moved_nD[:, left_D <= _ROUNDING * size_D] = 0.0
+    return moved_nD
 
 
 def _residual(y: Array, features_nP: Array) -> Array:
@@ -204,20 +207,26 @@ def _averages(groups: NDArray[np.integer], num_groups: int) -> sparse.csr_matrix
     return sparse.csr_matrix((weights, (groups, np.arange(len(groups)))), shape=shape)
 
 
-def channel_book(panel: Panel, values_nD: NDArray[np.floating], channel: Channel | str) -> GramBook:
-    """The embedding as one channel (or the level) sees it.
+def _without(values_nD: Array, features_nP: Array) -> Array:
+    """``values_nD`` less what is linear in the features; in place, both centred."""
+    lengths_P = np.linalg.norm(features_nP, axis=0)
+    basis_nP, strengths_P, _ = np.linalg.svd(
+        features_nP / np.where(lengths_P > 0, lengths_P, 1.0), full_matrices=False
+    )
+    basis_nP = basis_nP[:, strengths_P > _COLLINEAR]
+    # A slice of columns at a time: a second array of this size would be the audit's peak.
+    for start in range(0, values_nD.shape[1], _COLUMNS_AT_ONCE):
+        piece_nD = values_nD[:, start : start + _COLUMNS_AT_ONCE]
+        size_D = np.abs(piece_nD).max(axis=0)
+        piece_nD -= basis_nP @ (basis_nP.T @ piece_nD)
+        piece_nD[:, np.abs(piece_nD).max(axis=0) <= _ROUNDING * size_D] = 0.0
+    return values_nD
 
-    Args:
-        panel: the panel.
-        values_nD: ``(n, D)``, a row for each embedded panel row, in their order.
-        channel: ``"common"``: means of a date, each entity's own mean taken out first, so that
-            which entities were sampled on a date does not show. ``"entity"``: rows without
-            their date's mean. ``"level"``: rows as they are.
-    """
+
+def _moved(panel: Panel, values_nD: NDArray[np.floating], channel: Channel | str) -> Array:
+    """What :func:`channel_book` describes, of values of the embedded rows; columns centred."""
     rows = panel.embedded_rows
     session = panel.session[rows]
-    if channel == "level":
-        return GramBook(values_nD)
     if channel == "common":
         own = _averages(panel.entity[rows], panel.num_entities) @ values_nD
         sessions = np.unique(session)
@@ -226,7 +235,34 @@ def channel_book(panel: Panel, values_nD: NDArray[np.floating], channel: Channel
             (np.ones(len(rows)), (np.arange(len(rows)), panel.entity[rows])),
             shape=(len(rows), panel.num_entities),
         )
-        return GramBook(_in_units(by_date @ values_nD - by_entity @ own, values_nD))
-    means = _averages(session, panel.num_sessions) @ values_nD
-    kept = np.isin(rows, entity_rows(panel))
-    return GramBook(_in_units(values_nD[kept] - means[session[kept]], values_nD))
+        moved: Array = by_date @ values_nD
+        moved -= by_entity @ own
+    else:
+        means = _averages(session, panel.num_sessions) @ values_nD
+        kept = np.isin(rows, entity_rows(panel))
+        moved = values_nD[kept] - means[session[kept]]
+    moved -= moved.mean(axis=0)
+    return moved
+
+
+def channel_book(panel: Panel, values_nD: NDArray[np.floating], channel: Channel | str) -> GramBook:
+    """The embedding as one channel (or the level) sees it.
+
+    What is linear in the numeric features of the same rows is taken out of a channel's embedding,
+    as it was of its target: of an embedding that holds tomorrow's price beside a feature that holds
+    today's, the news is their difference, which is a small part of either.
+
+    Args:
+        panel: the panel.
+        values_nD: ``(n, D)``, a row for each embedded panel row, in their order.
+        channel: ``"common"``: means of a date, each entity's own mean taken out first, so that
+            which entities were sampled on a date does not show. ``"entity"``: rows without
+            their date's mean. ``"level"``: rows as they are.
+    """
+    if channel == "level":
+        return GramBook(values_nD)
+    moved = _in_units(_moved(panel, values_nD, channel), values_nD)
+    if panel.features.shape[1]:
+        features = panel.features[panel.embedded_rows]
+        moved = _without(moved, _in_units(_moved(panel, features, channel), features))
+    return GramBook(moved)

@@ -262,6 +262,11 @@ def _record(
                 channel: limits.detectable_skill(measured, layout, channel)
                 for channel in layout.channels
             },
+            skill_lasting={
+                channel: lasting
+                for channel in layout.channels
+                if (lasting := limits.lasting_skill(measured.skill[channel])) is not None
+            },
             contrast_p={channel: p for channel, (_, p) in contrasts.items()},
             contrast_own_p={channel: own.p_value for channel, own in owns.items()},
             contrast_share={ch: c.contrast.value for ch, (c, _) in contrasts.items()},

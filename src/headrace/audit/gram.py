@@ -81,7 +81,7 @@ class GramBook:
         self.values: Array = np.array(values, dtype=np.float64, order="C")
         # A power of two rounds nothing; without it, squares of huge or tiny numbers are none.
         largest = np.maximum(self.values.max(axis=0), -self.values.min(axis=0))
-        self.values = np.ldexp(self.values, -np.frexp(largest)[1])
+        np.ldexp(self.values, -np.frexp(largest)[1], out=self.values)
         self.values -= self.values.mean(axis=0)
         scale = np.sqrt(np.einsum("nd,nd->d", self.values, self.values) / len(self.values))
         # A dimension without variance carries nothing; 1 keeps it at zero.

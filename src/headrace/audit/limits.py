@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from headrace.audit.config import AuditConfig
     from headrace.audit.panel import Panel
     from headrace.audit.records import Channel
+    from headrace.audit.skill import Skill
 
 _POWER = 0.8416  # standard normal quantile of 80%
+_LASTING = 0.02  # correlation below which there is nothing to speak of
 
 
 def hopeless(panel: Panel, config: AuditConfig) -> tuple[str, ...]:
@@ -79,6 +81,13 @@ def detectable_skill(measured: Measurement, layout: Layout, channel: Channel) ->
     # With S the share explained, the covariance is S and its error about sqrt(S / blocks).
     quantiles = 1.645 + _POWER
     return float(quantiles**2 / estimate.num_blocks) * share
+
+
+def lasting_skill(skill: Skill) -> tuple[float, float] | None:
+    """(correlation, median of shifted dates) where predictions meet almost any dates' targets."""
+    if len(skill.null) == 0 or np.quantile(skill.null, 0.05) < _LASTING:
+        return None
+    return skill.correlation, float(np.median(skill.null))
 
 
 def panel_record(panel: Panel) -> PanelRecord:

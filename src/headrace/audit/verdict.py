@@ -48,8 +48,10 @@ class Evidence:
         skill_p: adjusted p-value by tested channel.
         skill_test: ``"shifted dates"`` or ``"walk-forward"``.
         too_few_shifts: reason why shifted dates cannot reach ``level``, or "".
-        skill_share: share of var(y) a channel's skill explains; ``skill_detectable``: the
-            least that would have been seen with 80% probability.
+        skill_detectable: share of var(y) of the least skill that would have been seen with 80%
+            probability.
+        skill_lasting: (correlation, median of shifted dates) of channels whose predictions meet
+            targets of any dates almost as well: what lasts, not what happens on a date.
         contrast_p: Holm-adjusted p-value by channel; empty where there was no contrast.
         contrast_own_p: p-value of the contrast of the model's predictions alone, by channel.
         contrast_share, contrast_detectable: share of var(y); ``contrast_before``: the gain before
@@ -69,8 +71,8 @@ class Evidence:
     skill_p: dict[Channel, float] = field(default_factory=dict)
     skill_test: str = "shifted dates"
     too_few_shifts: str = ""
-    skill_share: dict[Channel, float] = field(default_factory=dict)
     skill_detectable: dict[Channel, float] = field(default_factory=dict)
+    skill_lasting: dict[Channel, tuple[float, float]] = field(default_factory=dict)
     contrast_p: dict[Channel, float] = field(default_factory=dict)
     contrast_own_p: dict[Channel, float] = field(default_factory=dict)
     contrast_share: dict[Channel, float] = field(default_factory=dict)
@@ -159,6 +161,12 @@ def judge(evidence: Evidence) -> Judgement:
                 f"({evidence.skill_test})."
             ),
             f"Predictions of this share of the target's variance would have been seen: {seen}.",
+            *(
+                f"In the {channel} channel predictions correlate {value:.2f} with the target, and "
+                f"{median:.2f} with targets of other dates: they hold what lasts, such as which "
+                "entity a row is of, and not what happens on a date."
+                for channel, (value, median) in evidence.skill_lasting.items()
+            ),
         ),
         cautions=tuple(cautions),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -58,19 +60,37 @@ def test_books_hold_the_embedding_of_their_channel(drawn):
     panel, values = drawn.panel, drawn.embedding.astype(float)
     rows = panel.embedded_rows
     session, unit = panel.session[rows], panel.entity[rows]
-    own = np.stack([values[unit == k].mean(axis=0) for k in range(12)])
-    common = np.stack([(values - own[unit])[session == t].mean(axis=0) for t in np.unique(session)])
-    book = channel_book(panel, values, "common")
-    np.testing.assert_allclose(
-        book.values, (common - common.mean(axis=0)) / common.std(axis=0), atol=1e-9
-    )
-    counts = np.bincount(session, minlength=80)
-    kept = counts[session] >= 2
-    within = np.stack(
-        [values[i] - values[session == session[i]].mean(axis=0) for i in range(len(rows))]
-    )
-    book = channel_book(panel, values, "entity")
-    np.testing.assert_allclose(book.values, within[kept] / within[kept].std(axis=0), atol=1e-9)
+    kept = np.bincount(session, minlength=80)[session] >= 2
+
+    def common(x):
+        own = np.stack([x[unit == k].mean(axis=0) for k in range(12)])
+        return np.stack([(x - own[unit])[session == t].mean(axis=0) for t in np.unique(session)])
+
+    def within(x):
+        return np.stack([x[i] - x[session == session[i]].mean(axis=0) for i in range(len(x))])[kept]
+
+    features = panel.features[rows]
+    for channel, moved in (("common", common), ("entity", within)):
+        plain, factors = (x - x.mean(axis=0) for x in (moved(values), moved(features)))
+        bare = replace(panel, features=np.zeros((panel.num_rows, 0)), feature_names=())
+        book = channel_book(bare, values, channel)
+        np.testing.assert_allclose(book.values, plain / plain.std(axis=0), atol=1e-9)
+        left = plain - factors @ np.linalg.lstsq(factors, plain, rcond=None)[0]
+        book = channel_book(panel, values, channel)
+        np.testing.assert_allclose(book.values, left / left.std(axis=0), atol=1e-9)
+
+
+def test_features_said_twice_or_by_the_embedding_leave_nothing_and_change_nothing(drawn):
+    panel = drawn.panel
+    values = drawn.embedding.astype(float)
+    twice = replace(panel, features=np.hstack([panel.features, 3 - 2 * panel.features]))
+    for channel in ("common", "entity"):
+        plain = channel_book(panel, values, channel).values
+        np.testing.assert_allclose(channel_book(twice, values, channel).values, plain, atol=1e-9)
+        said = np.hstack([values, panel.features[panel.embedded_rows]])
+        book = channel_book(panel, said, channel).values
+        np.testing.assert_allclose(book[:, :6], plain, atol=1e-9)
+        assert not book[:, 6:].any()
 
 
 def meets(times, train, test):

@@ -398,3 +398,44 @@ def test_the_split_lies_among_the_dates_that_have_a_vector(small, quick):
     kept = drawn.embedding[early[panel.embedded_rows]]
     result = run_audit(replace(panel, embedded=early), {"m": kept}, {}, config=quick)
     assert result.settings["split_date"] < panel.date_text(int(0.6 * panel.num_sessions))
+
+
+def test_what_lasts_is_told_from_what_happens_on_a_date(small, quick):
+    drawn = small(entity_effect=0.3, effect_persistence=1.0, rows_per_entity=200, seed=1)
+    model = audit(drawn, quick)
+    assert model.verdict == "no_detectable_skill"
+    assert model.skill["entity"].value > 0.1
+    assert "they hold what lasts" in model.summary[2]
+    assert len(audit(small(seed=4), quick).summary) == 2
+
+
+def prices(known: bool, seed: int):
+    """Log prices of 30 entities; vectors hold tomorrow's up to the cutoff, and today's later."""
+    rng = np.random.default_rng(seed)
+    shape, cutoff = (30, 420), 252
+    returns = 0.02 * (np.sqrt(0.7) * rng.standard_normal(shape) + 0.55 * rng.standard_normal(420))
+    today = rng.standard_normal((30, 1)) + returns.cumsum(axis=1) - returns
+    stated = today + returns * (np.arange(420) < cutoff) * known
+    unit, session = np.divmod(np.arange(30 * 420), 420)
+    dates = np.datetime64("2015-01-01") + np.arange(421)
+    panel = make_panel(
+        entity=unit.astype(str), date=dates[session], label_start=dates[session],
+        label_end=dates[session], y=returns.ravel(), features=today.reshape(-1, 1),
+        feature_names=("log_price",),
+    )  # fmt: skip
+    noise = rng.standard_normal((len(unit), 6))
+    level = stated.reshape(-1, 1) + 0.01 * rng.standard_normal((len(unit), 1))
+    return panel, np.hstack([noise, level]), str(dates[cutoff - 1])
+
+
+def test_a_leak_in_levels_is_seen_beside_a_feature_that_holds_the_level(quick):
+    panel, values, cutoff = prices(known=True, seed=0)
+    model = run_audit(panel, {"m": values}, {"m": cutoff}, config=quick).models[0]
+    assert model.verdict == "knows_the_future"
+    assert set(model.channels) == {"common", "entity"}
+    verdicts = []
+    for seed in range(6):
+        panel, values, cutoff = prices(known=False, seed=seed)
+        result = run_audit(panel, {"m": values}, {"m": cutoff}, config=quick)
+        verdicts.append(result.models[0].verdict)
+    assert verdicts.count("no_detectable_skill") >= 5
