@@ -1,0 +1,68 @@
+"""Layers whose experts are sent in slices, on a CUDA device: the gradients of whole layers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import GptOssConfig, Qwen3MoeConfig
+
+from headrace.engine import AdamWConfig, Engine, EngineConfig
+from tiny import make_batch, returned_gradients, tiny_state
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    # The compiler's warnings, made errors, would be reasons to run eagerly.
+    pytest.mark.filterwarnings("default"),
+]
+
+SIZES = {"hidden_size": 256, "intermediate_size": 128, "num_hidden_layers": 3, "vocab_size": 512,
+         "max_position_embeddings": 1024, "num_attention_heads": 4, "num_key_value_heads": 2,
+         "head_dim": 64, "num_experts_per_tok": 4, "initializer_range": 0.05}  # fmt: skip
+CONFIGS = {
+    "qwen3_moe": lambda: Qwen3MoeConfig(num_experts=16, moe_intermediate_size=128, **SIZES),
+    # Biased experts of their own activation, sinks and windows.
+    "gpt_oss": lambda: GptOssConfig(num_local_experts=16, sliding_window=256, **SIZES),
+}
+
+
+def gradients(family, dtype, **settings):
+    spec, state = tiny_state(CONFIGS[family](), dtype)
+    generator = torch.Generator().manual_seed(0)
+    batches = [
+        make_batch(torch.randint(0, 512, (2, 1024), generator=generator), cuts=(100, 612))
+        for _ in range(2)
+    ]
+    config = EngineConfig(activations="recompute", gradient_dtype="float32", **settings)
+    with Engine(spec, state, "cuda", config, AdamWConfig()) as engine:
+        result = engine.step(batches, learning_rate=0.0, max_grad_norm=1.0)
+        found = returned_gradients(engine)
+        assert engine.compile_counts.eager_calls == {}
+        engine.synchronize()
+    state.close()
+    return result.loss, found
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "limit"),
+    [
+        ("qwen3_moe", "float32", 1e-5),
+        ("qwen3_moe", "bfloat16", 3e-2),
+        ("gpt_oss", "bfloat16", 3e-2),
+    ],
+)
+def test_gradients_are_those_of_whole_layers(family, dtype, limit):
+    whole_loss, wanted = gradients(family, dtype, expert_slices=1)
+    for settings in (
+        {"expert_slices": 3, "poison_slots": True},
+        {"expert_slices": 16, "micro_batches_per_wave": 1},
+    ):
+        loss, found = gradients(family, dtype, **settings)
+        assert loss == pytest.approx(whole_loss, rel=limit / 10)
+        errors = {
+            name: float((found[name] - wanted[name]).norm() / wanted[name].norm())
+            for name in wanted
+            if wanted[name].norm() > 0
+        }
+        assert max(errors.values()) <= limit, max(errors, key=errors.get)
