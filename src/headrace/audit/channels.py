@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from scipy import sparse
 
-from headrace.audit.gram import GramBook
+from headrace.audit.gram import GramBook, largest, near_one
 from headrace.audit.splits import LabelTimes, extremes
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _ROUNDING = 1e-12  # of a column's size, below which a difference is none
 _COLLINEAR = 1e-9  # singular value of unit columns, below which a direction is none
-_COLUMNS_AT_ONCE = 256
+_ROWS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,12 +112,9 @@ def _in_units(moved_nD: Array, original_nD: NDArray[np.floating]) -> Array:
     """
     if len(moved_nD) == 0 or moved_nD.shape[1] == 0:
         return moved_nD
-    left_D, size_D = (
-        np.maximum(v.max(axis=0), -v.min(axis=0)).astype(np.float64)
-        for v in (moved_nD, original_nD)
-    )
-    np.ldexp(moved_nD, -np.frexp(left_D)[1], out=moved_nD)
-    moved_nD[:, left_D <= _ROUNDING * size_D] = 0.0
+    left_D = largest(moved_nD)
+    moved_nD *= near_one(left_D)
+    moved_nD[:, left_D <= _ROUNDING * largest(original_nD)] = 0.0
     return moved_nD
 
 
@@ -214,12 +211,13 @@ def _without(values_nD: Array, features_nP: Array) -> Array:
         features_nP / np.where(lengths_P > 0, lengths_P, 1.0), full_matrices=False
     )
     basis_nP = basis_nP[:, strengths_P > _COLLINEAR]
-    # A slice of columns at a time: a second array of this size would be the audit's peak.
-    for start in range(0, values_nD.shape[1], _COLUMNS_AT_ONCE):
-        piece_nD = values_nD[:, start : start + _COLUMNS_AT_ONCE]
-        size_D = np.abs(piece_nD).max(axis=0)
-        piece_nD -= basis_nP @ (basis_nP.T @ piece_nD)
-        piece_nD[:, np.abs(piece_nD).max(axis=0) <= _ROUNDING * size_D] = 0.0
+    size_D = largest(values_nD)
+    coefficients_PD = basis_nP.T @ values_nD
+    # A few rows at a time: a second array of this size would be the audit's peak.
+    for start in range(0, len(values_nD), _ROWS_AT_ONCE):
+        rows = slice(start, start + _ROWS_AT_ONCE)
+        values_nD[rows] -= basis_nP[rows] @ coefficients_PD
+    values_nD[:, largest(values_nD) <= _ROUNDING * size_D] = 0.0
     return values_nD
 
 

@@ -73,15 +73,26 @@ def cut_rows(num_rows: int, sets: Sequence[Rows]) -> Parts:
     )
 
 
+def largest(values_nD: NDArray[np.floating]) -> Array:
+    """``(D,)`` largest size of every column, without an array of the size of all."""
+    sizes: Array = np.maximum(values_nD.max(axis=0), -values_nD.min(axis=0)).astype(np.float64)
+    return sizes
+
+
+def near_one(sizes_D: Array) -> Array:
+    """Powers of two, which round nothing, that bring sizes near 1."""
+    powers: Array = np.ldexp(1.0, -np.clip(np.frexp(sizes_D)[1], -1000, 1000))
+    return powers
+
+
 class GramBook:
     """An embedding with the sums from which every training set is standardised."""
 
     def __init__(self, values: NDArray[np.floating]) -> None:
         """Take ``(n, D)``; centred and scaled once, for the numbers' sake, which changes no fit."""
         self.values: Array = np.array(values, dtype=np.float64, order="C")
-        # A power of two rounds nothing; without it, squares of huge or tiny numbers are none.
-        largest = np.maximum(self.values.max(axis=0), -self.values.min(axis=0))
-        np.ldexp(self.values, -np.frexp(largest)[1], out=self.values)
+        # Squares of huge or tiny numbers are none.
+        self.values *= near_one(largest(self.values))
         self.values -= self.values.mean(axis=0)
         scale = np.sqrt(np.einsum("nd,nd->d", self.values, self.values) / len(self.values))
         # A dimension without variance carries nothing; 1 keeps it at zero.
