@@ -9,12 +9,13 @@ from transformers import AutoConfig
 from headrace.engine import AdamWConfig
 from headrace.errors import ConfigError
 from headrace.models.lora import LoraSettings
-from headrace.models.slices import plan_sections
+from headrace.models.slices import ExpertsStub, SliceOfExperts, plan_sections
 from headrace.models.spec import ModelSpec
 from headrace.selftest.checks import relative_errors, streamed_gradients
 from headrace.selftest.reference import reference_gradients, reference_model
 from headrace.selftest.twin import filled_state, make_batches
 from headrace.store.state import ModelState
+from headrace.trainer.failures import step_with_retry
 from tiny import differing, make_engine, planes, returned_gradients, tiny_config
 
 SIZES = {
@@ -145,6 +146,42 @@ def test_buffer_lifetime_races_of_slices(clipping):
     others, other_bits = train("qwen3_moe", **settings, **race)
     assert [r.loss for r in others] == [r.loss for r in results]
     assert differing(other_bits, bits) == []
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "call"),
+    [
+        (ExpertsStub, "forward", 3),
+        (SliceOfExperts, "add_output", 5),
+        (ExpertsStub, "forward", 30),
+        (SliceOfExperts, "add_gradients", 7),
+    ],
+)
+def test_a_step_that_ran_out_of_memory_is_tried_again(monkeypatch, part, name, call):
+    """Between two stages of a layer, too: what it left in the middle is forgotten."""
+    original, calls = getattr(part, name), []
+
+    def failing(self, *args, **kwargs):
+        result = original(self, *args, **kwargs)
+        calls.append(None)
+        if len(calls) == call:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return result
+
+    found = []
+    for fails in (True, False):
+        spec, state = model_of("mixtral")
+        settings = {"expert_slices": 3, "micro_batches_per_wave": None if fails else 2}
+        with make_engine(spec, state, **settings) as engine, monkeypatch.context() as patch:
+            if fails:
+                patch.setattr(part, name, failing)
+            step_with_retry(
+                engine, make_batches(4), learning_rate=1e-2, max_grad_norm=0.5, say=lambda _: None
+            )
+            engine.synchronize()
+        found.append(planes(state))
+    assert len(calls) > call
+    assert differing(*found) == []
 
 
 def test_windows_hold_a_slice_and_not_a_layer():

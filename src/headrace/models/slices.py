@@ -156,8 +156,12 @@ class ExpertsStub(nn.Module):
         given: torch.Tensor = getattr(self, OUTPUT)  # bound for a call
         return given.clone()
 
+    def begin(self) -> None:
+        """Forget the call of a layer that failed behind it."""
+        self._calls.clear()
+
     def take(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What the one call since the last time was given."""
+        """What the one call since :meth:`begin` was given."""
         (call,) = self._calls
         self._calls.clear()
         return call

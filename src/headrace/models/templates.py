@@ -74,6 +74,7 @@ def _layer_call(
 
 def _call_without_experts(stub: ExpertsStub, *args: Any) -> tuple[tuple[torch.Tensor, ...], ...]:
     """The same; what the experts were called with comes behind the hidden state."""
+    stub.begin()
     output, *seen = _layer_call(*args)
     return (output, stub.take(), *seen)
 
