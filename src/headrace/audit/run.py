@@ -142,7 +142,7 @@ def run_audit(
         say("positive control")
         controls = _controls(models, measured_twins, twin_sources, layout, reference)
     say("verdicts")
-    warnings = list(panel.notes)
+    warnings = [*panel.notes, *_other_panels({**sources, **twin_sources}, panel)]
     if layout is None:
         records = tuple(hopeless_record(model, hopeless, config) for model in models)
         compared: tuple[ReductionRecord, ...] = ()
@@ -241,6 +241,22 @@ def _check_known(given: Mapping[str, Any], sources: Mapping[str, Any], what: str
                 f"{what} were given for {name!r}, which has no embeddings; models here: "
                 f"{', '.join(sources)}"
             )
+
+
+def _other_panels(sources: Mapping[str, EmbeddingSource], panel: Panel) -> list[str]:
+    """A warning where vectors were made for other rows: they are matched by position alone."""
+    stated = {name: source.panel for name, source in sources.items() if source.panel is not None}
+    if not stated:
+        return []
+    own = panel.sha256()
+    others = [name for name, made_for in stated.items() if made_for != own]
+    if not others:
+        return []
+    text = (
+        f"Vectors of {', '.join(others)} were made for another version of this panel, and are "
+        "matched to its rows by position: embed them again if rows came, went or moved."
+    )
+    return [text]
 
 
 def _settings(config: AuditConfig, layout: Layout | None) -> dict[str, Any]:

@@ -41,6 +41,7 @@ class EmbeddingSource:
             of different stacks are not compared unless that is asked for.
         source: words for the report.
         weights, template, pooling, layer: as far as they are known.
+        panel: hash of the panel whose rows were embedded, where it is known.
     """
 
     values: NDArray[np.floating] | Path | Loader
@@ -50,6 +51,7 @@ class EmbeddingSource:
     template: str | None = None
     pooling: str | None = None
     layer: int | None = None
+    panel: str | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -84,6 +86,7 @@ def source_from_file(path: Path) -> EmbeddingSource:
         template=key["template"],
         pooling=key["pooling"],
         layer=key["layer"],
+        panel=key.get("panel"),
     )
 
 

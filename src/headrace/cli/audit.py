@@ -138,6 +138,8 @@ def audit(
         print(f"{pair.base} minus {pair.trained}:")
         for what, figure in pair.figures():
             print(f"  {what}: {figure.written()}")
+    for what, figure in result.slope.items():
+        print(f"change a year of knowledge cutoff, {what}: {figure.written()}")
     for control in result.controls:
         found = "was found" if control.detected else "was NOT found"
         print(

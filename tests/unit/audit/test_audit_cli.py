@@ -104,6 +104,15 @@ def test_mistakes_exit_2_with_one_message(files, arguments, words, capsys, monke
     assert words in capsys.readouterr().err
 
 
+def test_models_of_three_cutoffs_get_a_slope(files, capsys):
+    folder, _ = files
+    models = []
+    for k, month in enumerate(("2015-09", "2015-12", "2016-03")):
+        models += ["--embeddings", f"m{k}={folder / 'm.npy'}", "--cutoff", f"m{k}={month}-28"]
+    assert call("--panel", folder / "panel.parquet", *models, "--shifts", 39, "--no-tables") == 0
+    assert "change a year of knowledge cutoff, entity: 0.0000" in capsys.readouterr().out
+
+
 def recipe(folder, num_securities=50, **changes):
     content = {
         "panel": {

@@ -439,3 +439,17 @@ def test_a_leak_in_levels_is_seen_beside_a_feature_that_holds_the_level(quick):
         result = run_audit(panel, {"m": values}, {"m": cutoff}, config=quick)
         verdicts.append(result.models[0].verdict)
     assert verdicts.count("no_detectable_skill") >= 5
+
+
+def test_vectors_of_another_version_of_the_panel_are_warned_of(clean, quick):
+    made_for = {
+        "own": clean.panel.sha256(),
+        "old": replace(clean.panel, y=-clean.panel.y).sha256(),
+        "unknown": None,
+    }
+    sources = {
+        name: EmbeddingSource(values=clean.embedding, panel=panel)
+        for name, panel in made_for.items()
+    }
+    (warning,) = run_audit(clean.panel, sources, config=quick).warnings
+    assert "Vectors of old were made for another version" in warning
