@@ -130,7 +130,7 @@ class StepRouting:
             raise NumericsError(
                 "a layer's recompute sent tokens to other experts than its forward did, so the "
                 "gradient is not that of the loss",
-                remedy="engine.activations: keep",
+                remedy="engine.activations: keep, and engine.expert_slices: 1 if layers are sliced",
             )
         loss = None
         if self._loss is not None:
