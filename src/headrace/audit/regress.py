@@ -62,27 +62,6 @@ class Targets(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class ArrayTargets:
-    """Targets held in memory: ``values`` is ``(n, M)``."""
-
-    values: Array
-
-    @property
-    def num_columns(self) -> int:
-        """M."""
-        return int(self.values.shape[1])
-
-    @property
-    def num_features(self) -> int:
-        """None."""
-        return 0
-
-    def block(self, rows: Rows, columns: slice) -> Array:
-        """``(1, n, M)``."""
-        return self.values[rows, columns][None]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Fold:
     """Rows to train on and to predict, and the windows that choose its penalty.

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from sklearn.linear_model import Ridge
 
+from array_targets import ArrayTargets
 from headrace.audit.gram import GramBook, cut_rows
-from headrace.audit.regress import PENALTIES, ArrayTargets, Fold, nested_ridge
+from headrace.audit.regress import PENALTIES, Fold, nested_ridge
 
 
 class Columns:

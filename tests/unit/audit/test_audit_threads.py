@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from threadpoolctl import threadpool_info
 
+from array_targets import ArrayTargets
 from headrace.audit import threads
 from headrace.audit.folds import purged_plan
 from headrace.audit.gram import GramBook
 from headrace.audit.published_draws import solve_weighted
-from headrace.audit.regress import ArrayTargets, nested_ridge
+from headrace.audit.regress import nested_ridge
 from headrace.audit.splits import LabelTimes
 from headrace.audit.threads import single_blas, spread
 
