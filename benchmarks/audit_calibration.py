@@ -48,6 +48,7 @@ NULLS: dict[str, dict[str, object]] = {
     },
     "calendar network, 120 sessions after": {"network": "calendar", "cutoff_fraction": 0.8975},
     "constant skill, 120 sessions after": {"skill": 0.05, "cutoff_fraction": 0.8975},
+    "entity effects that come and go": {"entity_effect": 0.1},
     # Only the rows with a vector are in the panel: shifted dates are refused, and a purged
     # walk-forward with date blocks stands in for them.
     "sampled, digits network": {"sampled": True},

@@ -143,9 +143,10 @@ def clustered(value: float, influence: Array, cluster: NDArray[np.integer]) -> E
 def persistent_length(series: Array, at_least: int) -> int:
     """Sessions of a block for a series that persists from date to date.
 
-    The bandwidth of Andrews (1991, equation 6.4) for a series that follows an AR(1), where it is
-    at least twice ``at_least``; ``at_least`` otherwise. A series of 1,171 dates reaches that at an
-    autocorrelation of 0.34: returns never do, levels, spreads and volatilities do.
+    The bandwidth of Andrews (1991, equations 6.2 and 6.4) for a series that follows an AR(1),
+    where it is at least twice ``at_least``; ``at_least`` otherwise. A series of 1,171 dates
+    reaches that at an autocorrelation of 0.34: returns never do, levels, spreads and volatilities
+    do.
 
     Args:
         series: ``(T,)`` one value a date, in the order of time.
