@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from headrace.errors import DataError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     import polars as pl
@@ -26,11 +27,12 @@ def is_csv(path: Path) -> bool:
     return path.name.lower().endswith(SUFFIXES)
 
 
-def read_csv(path: Path, *, what: str) -> pl.DataFrame:
+def read_csv(path: Path, *, what: str, text: Sequence[str] = ()) -> pl.DataFrame:
     """The file at ``path``, which holds ``what``; UTF-8, gzipped where its name says so.
 
     The separator is the one of comma, semicolon, tab and bar that the header has most of. With
     another than the comma, numbers may have decimal commas. Names lose the spaces around them.
+    Columns of ``text`` stay as written: 007 and 1E5 are codes there, and no numbers.
 
     Raises:
         DataError: the file is missing, is no CSV in UTF-8, or names two columns alike.
@@ -44,12 +46,19 @@ def read_csv(path: Path, *, what: str) -> pl.DataFrame:
     try:
         header = _header(path)
         separator = max(_SEPARATORS, key=header.count)
-        frame = pl.read_csv(path, infer_schema_length=None, separator=separator)
+        as_text = dict.fromkeys(text, pl.String)
+        frame = pl.read_csv(
+            path, infer_schema_length=None, separator=separator, schema_overrides=as_text
+        )
         if separator != ",":
             comma = pl.read_csv(
                 path, infer_schema_length=None, separator=separator, decimal_comma=True
             )
-            better = [c for c in frame.columns if _text_to_number(frame[c].dtype, comma[c].dtype)]
+            better = [
+                c
+                for c in frame.columns
+                if c not in text and _text_to_number(frame[c].dtype, comma[c].dtype)
+            ]
             frame = frame.with_columns(comma[c] for c in better)
     except UnicodeDecodeError as error:
         raise DataError(

@@ -42,7 +42,8 @@ def read_panel(path: Path, *, name: str | None = None) -> Panel:
     if not path.is_file():
         raise DataError(f"no panel file at {path}", remedy="give a .parquet or .csv file")
     if is_csv(path):
-        return panel_from_frame(read_csv(path, what="panel"), name=name or path.name)
+        frame = read_csv(path, what="panel", text=("entity",))
+        return panel_from_frame(frame, name=name or path.name)
     if path.suffix.lower() not in {".parquet", ".pq"}:
         raise DataError(
             f"{path}: a panel is a .parquet or .csv file, not {path.suffix or 'without suffix'}",

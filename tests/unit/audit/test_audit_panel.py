@@ -191,6 +191,12 @@ def test_embedded_is_read_from_text_as_from_flags(yes):
     assert not panel.embedded[3]
 
 
+def test_codes_of_entities_are_text_whatever_they_look_like(tmp_path):
+    codes = frame().with_columns(entity=pl.col("entity").replace({"a": "007", "b": "1E5"}))
+    codes.write_csv(tmp_path / "panel.csv")
+    assert read_panel(tmp_path / "panel.csv").entities.tolist() == ["007", "1E5"]
+
+
 def test_a_column_named_twice_is_no_feature(tmp_path):
     text = plain_csv().replace("y,size", "y,y", 1)
     (tmp_path / "panel.csv").write_text(text)
