@@ -44,25 +44,29 @@ def gradients(family, dtype, **settings):
     return result.loss, found
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype", "limit"),
-    [
-        ("qwen3_moe", "float32", 1e-5),
-        ("qwen3_moe", "bfloat16", 3e-2),
-        ("gpt_oss", "bfloat16", 3e-2),
-    ],
-)
-def test_gradients_are_those_of_whole_layers(family, dtype, limit):
-    whole_loss, wanted = gradients(family, dtype, expert_slices=1)
+def distances(found, wanted):
+    return {
+        name: float((found[name] - wanted[name]).norm() / wanted[name].norm())
+        for name in wanted
+        if wanted[name].norm() > 0
+    }
+
+
+@pytest.mark.parametrize("family", sorted(CONFIGS))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_are_as_exact_as_those_of_whole_layers(family, dtype):
+    """In bfloat16 a rounding may send a token to another expert: whole layers are off as well."""
+    exact_loss, exact = gradients(family, "float32", expert_slices=1)
+    limits, off = dict.fromkeys(exact, 1e-4), 1e-5
+    if dtype == "bfloat16":
+        loss, whole = gradients(family, dtype, expert_slices=1)
+        limits = {name: 2 * d + 1e-2 for name, d in distances(whole, exact).items()}
+        off = 2 * abs(loss / exact_loss - 1) + 1e-3
     for settings in (
         {"expert_slices": 3, "poison_slots": True},
         {"expert_slices": 16, "micro_batches_per_wave": 1},
     ):
         loss, found = gradients(family, dtype, **settings)
-        assert loss == pytest.approx(whole_loss, rel=limit / 10)
-        errors = {
-            name: float((found[name] - wanted[name]).norm() / wanted[name].norm())
-            for name in wanted
-            if wanted[name].norm() > 0
-        }
-        assert max(errors.values()) <= limit, max(errors, key=errors.get)
+        assert loss == pytest.approx(exact_loss, rel=off)
+        over = {n: (d, limits[n]) for n, d in distances(found, exact).items() if d > limits[n]}
+        assert over == {}, settings

@@ -22,6 +22,7 @@ from headrace.errors import CheckpointError, DamagedCheckpointError
 from headrace.store.adapter_files import read_adapter
 from headrace.store.carried import CarriedTensors
 from headrace.store.digests import DIGESTS
+from headrace.store.finite import all_finite
 from headrace.store.folders import (
     FORMAT_VERSION,
     RECORD,
@@ -218,7 +219,7 @@ def _read_weights(path: Path, carried: set[str], spec: ModelSpec, state: ModelSt
 
             def get(key: str) -> torch.Tensor:
                 value = reader.get(weights[key], key)
-                if not bool(torch.isfinite(value).all()):
+                if not all_finite(value):
                     raise DamagedCheckpointError(
                         f"{key} in {path} has NaN or infinite values", folder=path
                     )

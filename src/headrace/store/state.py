@@ -17,6 +17,7 @@ import torch
 from headrace import kernels
 from headrace.errors import CapacityError, ConfigError, DataError
 from headrace.store.arena import Arena
+from headrace.store.finite import all_finite
 from headrace.store.ranges import Share, UnitShard, unit_shard
 
 if TYPE_CHECKING:
@@ -191,7 +192,7 @@ class UnitState:
         flat = value.detach().reshape(-1)
         if flat.dtype == torch.float64:  # before the check: what leaves float32 becomes infinite
             flat = flat.to(torch.float32)
-        if not bool(torch.isfinite(flat).all()):
+        if not all_finite(flat):
             raise DataError(f"{param.name} has NaN or infinite values; refusing to load it")
         own, given = self.shard.own(param.offset, param.numel)
         if self.remainder is None:
