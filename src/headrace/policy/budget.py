@@ -14,6 +14,14 @@ from typing import TYPE_CHECKING
 
 from headrace.engine.offload import IN_FLIGHT
 from headrace.models.slices import plan_sections
+from headrace.policy.elements import (
+    chosen_experts,
+    kept_by_layer,
+    kept_elements_per_token,
+    largest_layer,
+    row_elements,
+    unmultiplied_by_layer,
+)
 from headrace.store.ranges import Share, unit_shard
 from headrace.units import format_bytes
 
@@ -22,7 +30,6 @@ if TYPE_CHECKING:
 
     from headrace.engine.config import EngineConfig, Leaving
     from headrace.models.spec import ModelSpec
-    from headrace.store.layout import ParamSpec, UnitLayout
     from headrace.store.ranges import UnitShard
     from headrace.store.state import StateDtype
 
@@ -147,36 +154,6 @@ def _shards(spec: ModelSpec, num_ranks: int) -> tuple[UnitShard, ...]:
     return tuple(unit_shard(layout, share) for layout in spec.units)
 
 
-def kept_elements_per_token(spec: ModelSpec, layer: UnitLayout) -> int:
-    """What a kept layer saves a token: its input, matmul results and the attention result.
-
-    The result of the last matrix (the one that is added to the residual) is not read by backward.
-    Experts save for as many as a token uses.
-    """
-    outputs = sum(_outputs(spec, layer, p) for p in layer.params if len(p.shape) >= 2)
-    config = spec.config
-    head_size = getattr(config, "head_dim", None) or spec.hidden_size // config.num_attention_heads
-    return outputs + int(config.num_attention_heads * head_size)
-
-
-def _outputs(spec: ModelSpec, layer: UnitLayout, param: ParamSpec) -> int:
-    """Elements a token of what a matrix gives; experts lie in one parameter, (X, O, I) or not."""
-    if len(param.shape) != 3 or ".experts." not in param.name:
-        return param.shape[0]
-    chosen = _chosen(spec)
-    if not param.local_name.endswith("down_proj"):
-        _, one, other = param.shape
-        return chosen * (other if one == spec.hidden_size else one)
-    # Weighted after a bias, else before the matrix (:mod:`headrace.models.experts`).
-    biased = any(p.local_name == f"{param.local_name}_bias" for p in layer.params)
-    return chosen * spec.hidden_size if biased else 0
-
-
-def _chosen(spec: ModelSpec) -> int:
-    """Experts that a token uses."""
-    return int(getattr(spec.config, "num_experts_per_tok", None) or 1)
-
-
 def _state_bytes(shard: UnitShard, dtype: StateDtype) -> int:
     weights = _BF16 if dtype == "bfloat16" else _FP32
     return weights * shard.numel + (12 - weights) * shard.trained.numel
@@ -233,22 +210,9 @@ def _sliced(spec: ModelSpec, num_slices: int) -> _Sliced:
     return _Sliced(
         pieces=pieces,
         rest=(kept_elements_per_token(spec, rest), rest.num_trainable),
-        row=_row_elements(spec, largest),
+        row=row_elements(spec, largest),
         slice=max(layout.num_trainable for layout in slices),
     )
-
-
-def _row_elements(spec: ModelSpec, layer: int) -> int:
-    """What experts that run by themselves hold of a row: each result, and its gradient."""
-    experts = spec.experts[layer]
-    names, width = experts.local_names, experts.output_size
-    products = [
-        param.numel // (experts.num_experts * width)
-        for param in spec.units[1 + layer].params
-        if param.local_name in names and len(param.shape) == 3
-    ]
-    # The input, the first product, what becomes of it before and after the weights, the second.
-    return 2 * (2 * width + max(products) + 2 * min(products))
 
 
 def _pieces(spec: ModelSpec, shards: Sequence[UnitShard], config: EngineConfig) -> list[_Pieces]:
@@ -330,7 +294,7 @@ def _activation_bytes(
 ) -> int:
     plan = activations_of(spec, config)
     tokens = workload.tokens * workload.per_wave(config)
-    kept = sum(size for size, what in zip(_kept(spec), plan, strict=True) if what == "keep")
+    kept = sum(size for size, what in zip(kept_by_layer(spec), plan, strict=True) if what == "keep")
     inputs = (plan.count("offload") + plan.count("recompute")) * spec.hidden_size
     # On its way, and being made: so many micro-batches of a layer, not of a wave.
     leaving = workload.tokens * (IN_FLIGHT + 1) * max(_leaving(spec, config), default=0)
@@ -338,7 +302,7 @@ def _activation_bytes(
     size = compute * (tokens * (kept + inputs + 2 * spec.hidden_size) + leaving)
     first = spec.first_trained_layer
     if sliced := [layer for layer in sliced_layers(spec, config) if layer >= first]:
-        chosen = _chosen(spec)
+        chosen = chosen_experts(spec)
         # Of each sliced layer what its experts returned, and whom each token chose. Of the one at
         # work their input and output's gradient, a float32 sum, and the order of the rows.
         size += tokens * len(sliced) * (compute * spec.hidden_size + (_INDEX + _FP32) * chosen)
@@ -357,23 +321,8 @@ def _leaving(spec: ModelSpec, config: EngineConfig) -> list[int]:
     """Elements a token of each layer that offloads."""
     hidden = spec.hidden_size
     plan = activations_of(spec, config)
-    sizes = zip(_kept(spec), plan, strict=True)
+    sizes = zip(kept_by_layer(spec), plan, strict=True)
     return [size - hidden for size, what in sizes if what == "offload"]
-
-
-@functools.lru_cache(maxsize=4)  # as above
-def _kept(spec: ModelSpec) -> tuple[int, ...]:
-    return tuple(kept_elements_per_token(spec, layer) for layer in spec.units[1:-1])
-
-
-@functools.lru_cache(maxsize=64)
-def _largest_layer(spec: ModelSpec, without: frozenset[int]) -> tuple[int, int]:
-    """What it keeps a token, and its trainable elements; 0 where none is left."""
-    layers = [unit for i, unit in enumerate(spec.units[1:-1]) if i not in without]
-    if not layers:
-        return 0, 0
-    layer = max(layers, key=lambda unit: unit.size)
-    return kept_elements_per_token(spec, layer), layer.num_trainable
 
 
 def _temporary_bytes(
@@ -384,12 +333,17 @@ def _temporary_bytes(
     head = 2 * compute * chunk * spec.vocab_size + _FP32 * matrix
     head += 2 * compute * workload.tokens * spec.hidden_size
     sliced = sliced_layers(spec, config)
-    outputs, num_trainable = _largest_layer(spec, sliced)
-    backward = [2 * workload.tokens * outputs + num_trainable]
+    outputs, num_trainable = largest_layer(spec, sliced)
+    # Forward and backward of a recompute that leaves products out are one graph, in which what
+    # they would have multiplied lies beside the rest: 14.5 GiB where a whole one took 13.4 (4B,
+    # eight rows of 4096).
+    again = not cpu and "recompute" in activations_of(spec, config)
+    unmultiplied = max(unmultiplied_by_layer(spec)) if again else 0
+    backward = [workload.tokens * (2 * outputs + unmultiplied) + num_trainable]
     if sliced:
         slices = config.expert_slices or 1
         found = _sliced(spec, slices)
-        rows = round(workload.tokens * _chosen(spec) * min(1.0, UNEVEN / slices))
+        rows = round(workload.tokens * chosen_experts(spec) * min(1.0, UNEVEN / slices))
         backward += [
             2 * workload.tokens * found.rest[0] + found.rest[1],
             rows * found.row + found.slice,
