@@ -144,6 +144,27 @@ def test_dry_run_and_schema(capsys, config_file, tmp_path):
     assert "needs a configuration file" in err
 
 
+def test_a_dry_run_says_what_is_not_here(capsys, config_file, tmp_path):
+    code, out, _ = call(capsys, "train", config_file, "--dry-run")
+    assert code == 0
+    assert "not on this machine" not in out
+    changes = [
+        "model_config=",
+        "model_name_or_path=Qwen/Qwen3-0.6B-Bose",
+        "datasets.0.path=no.jsonl",
+    ]
+    code, out, _ = call(capsys, "train", config_file, "--dry-run", *changes)
+    assert code == 0
+    assert "# not on this machine: model_name_or_path: 'Qwen/Qwen3-0.6B-Bose' is neither" in out
+    assert "# not on this machine: datasets.0: " in out
+    assert yaml.safe_load(out)["model_name_or_path"] == "Qwen/Qwen3-0.6B-Bose"
+    code, out, _ = call(capsys, "train", config_file, "--dry-run", "--json", *changes)
+    assert [line.split(":")[0] for line in json.loads(out)["absent"]] == [
+        "model_name_or_path",
+        "datasets.0",
+    ]
+
+
 def test_sigterm_saves_and_exits_with_143(config_file, tmp_path):
     command = [sys.executable, "-m", "headrace", "train", config_file, "max_steps=100000"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

@@ -287,7 +287,7 @@ def test_a_mistyped_model_is_answered_at_once_and_without_a_network(monkeypatch,
     )
     near = {
         "Qwen/Qwen3-8B-bse": "did you mean Qwen/Qwen3-8B-Base",
-        "somebody/prety-7B": "did you mean somebody/pretty-7B? ",
+        "somebody/prety-7B": "or did you mean somebody/pretty-7B?",
         "nope": "hf download nope",
     }
     for name, message in near.items():

@@ -63,11 +63,15 @@ def train(
     if trace is not None:
         overrides = [*(overrides or []), f"engine.trace={json.dumps(str(trace))}"]
     if dry_run:
+        from headrace.trainer.absent import absent
+
         resolved, notes = resolve(config, overrides or [])
+        missing = absent(resolved)
         if as_json:
-            print(json.dumps({"config": resolved.to_dict(), "notes": notes}))
+            shown = {"config": resolved.to_dict(), "notes": notes, "absent": missing}
+            print(json.dumps(shown))
         else:
-            _print_checked(resolved, notes)
+            _print_checked(resolved, [*notes, *(f"not on this machine: {one}" for one in missing)])
         return
 
     from rich.console import Console

@@ -35,11 +35,10 @@ def missing_model(name: str, key: str = "") -> ConfigError:
         key: where, for the message.
     """
     near = nearest_models(name)
-    hint = f"did you mean {' or '.join(near)}? " if near else ""
-    fetch = near[0] if near and near[0] not in cached_models() else name
+    hint = f"; or did you mean {' or '.join(near)}?" if near else ""
     return ConfigError(
         f"{key and f'{key}: '}{name!r} is neither a folder nor in the local hub cache",
-        remedy=f"{hint}correct it, or fetch it first: hf download {fetch}",
+        remedy=f"correct it, or fetch it first: hf download {name}{hint}",
     )
 
 
