@@ -46,6 +46,11 @@ if TYPE_CHECKING:
     Array = NDArray[np.float64]
 
 
+# Two entities without their mean are one series, mirrored: what they add to the contrast cancels,
+# and their sums show no error. Three and four are told from it, by t with 2 and 3 degrees.
+MIN_CLUSTERS = 3
+
+
 @dataclass(frozen=True, kw_only=True)
 class Contrast:
     """Gain on each side of the cutoff and their difference.
@@ -66,6 +71,11 @@ class Contrast:
     clusters: Literal["dates", "entities"]
     p_value: float
     p_by_normalisation: dict[str, float]
+
+    @property
+    def method(self) -> str:
+        """How interval and p-value of the contrast were made, as figures name it."""
+        return "date_block_t" if self.clusters == "dates" else "entity_cluster_t"
 
     def detectable(self, level: float, power: float = 0.8) -> float:
         """The contrast that would have been significant at ``level`` with ``power``."""
@@ -112,7 +122,7 @@ def contrast(
         length: sessions of a block.
         total_variance: of the panel's target, both channels together: figures are printed as
             shares of it, so that channels add up; no p-value depends on it.
-        entity: ``(n,)`` of the rows, where they have one; fewer than 5 are no clusters.
+        entity: ``(n,)`` of the rows, where they have one; fewer than 3 are no clusters.
 
     Raises:
         DataError: fewer than 5 blocks on a side or 10 together, or a target that does not vary
@@ -141,7 +151,7 @@ def contrast(
     tests: dict[tuple[str, Literal["dates", "entities"]], Estimate] = {
         (name, "dates"): difference(before, after) for name, (before, after) in arms.items()
     }
-    if entity is not None and len(np.unique(entity[sides[0] | sides[1]])) >= MIN_BLOCKS_A_SIDE:
+    if entity is not None and len(np.unique(entity[sides[0] | sides[1]])) >= MIN_CLUSTERS:
         for name, influence in _influences(gain, target, sides, gains).items():
             value = tests[name, "dates"].value
             tests[name, "entities"] = clustered(value, units[name] * influence, entity)

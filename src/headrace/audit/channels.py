@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 _ROUNDING = 1e-12  # of a column's size, below which a difference is none
 _COLLINEAR = 1e-9  # singular value of unit columns, below which a direction is none
+# P features taken out of n rows of D dimensions move the correlation of noise up by about
+# P sqrt(min(n, D)) / n of its standard errors; beyond this, vectors keep what the features say.
+_CROWDED = 0.2
 _ROWS_AT_ONCE = 1024
 
 
@@ -205,12 +208,19 @@ def _averages(groups: NDArray[np.integer], num_groups: int) -> sparse.csr_matrix
 
 
 def _without(values_nD: Array, features_nP: Array) -> Array:
-    """``values_nD`` less what is linear in the features; in place, both centred."""
+    """``values_nD`` less what is linear in the features; in place, both centred.
+
+    As they are where the features are too many for the rows: taking them out of target and vectors
+    alike mixes rows alike, a test row's with those that trained for it, which looks like skill.
+    """
     lengths_P = np.linalg.norm(features_nP, axis=0)
     basis_nP, strengths_P, _ = np.linalg.svd(
         features_nP / np.where(lengths_P > 0, lengths_P, 1.0), full_matrices=False
     )
     basis_nP = basis_nP[:, strengths_P > _COLLINEAR]
+    width = min(values_nD.shape)
+    if basis_nP.shape[1] * np.sqrt(width) > _CROWDED * len(values_nD):
+        return values_nD
     size_D = largest(values_nD)
     coefficients_PD = basis_nP.T @ values_nD
     # A few rows at a time: a second array of this size would be the audit's peak.
@@ -248,7 +258,8 @@ def channel_book(panel: Panel, values_nD: NDArray[np.floating], channel: Channel
 
     What is linear in the numeric features of the same rows is taken out of a channel's embedding,
     as it was of its target: of an embedding that holds tomorrow's price beside a feature that holds
-    today's, the news is their difference, which is a small part of either.
+    today's, the news is their difference, which is a small part of either. Where features are many
+    for the rows (:data:`_CROWDED`), it stays, which costs power and claims nothing.
 
     Args:
         panel: the panel.

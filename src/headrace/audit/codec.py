@@ -105,9 +105,12 @@ def check_writable(path: Path) -> None:
     """That :func:`write_json` can write to ``path``, before minutes are spent on what it writes.
 
     Raises:
-        ConfigError: it is a folder, or its folder cannot be made or written to.
+        ConfigError: it is a folder, a device or a pipe (which a rename would replace by a file),
+            or its folder cannot be made or written to.
     """
     reason = "is a folder" if path.is_dir() else ""
+    if path.exists() and not path.is_dir() and not path.is_file():
+        reason = "is a device or a pipe, and results are put in place as a whole; '-' is stdout"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

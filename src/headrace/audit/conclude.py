@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from headrace.audit import limits, tables
-from headrace.audit.boundary import Contrast, contrast
+from headrace.audit.boundary import MIN_CLUSTERS, Contrast, contrast
 from headrace.audit.config import parse_date
 from headrace.audit.records import (
     ContaminationRecord,
@@ -96,10 +96,11 @@ def channel_contrast(
     """
     view = layout.views[channel]
     target, length = view.target, layout.length
-    if channel == "common":
+    first = view.unit == view.unit[0]
+    if channel == "common" or len(np.unique(view.unit)) < MIN_CLUSTERS:
         # What persists from date to date is a label that overlaps, whatever its interval says. The
-        # entity channel has entities as clusters against it.
-        length = persistent_length(target, length)
+        # entity channel has entities as clusters against it, but for two, which are one series.
+        length = persistent_length(target[first][np.argsort(view.session[first])], length)
     return contrast(
         gain=gain,
         target=target,

@@ -179,16 +179,18 @@ def _read(name: str, path: Path) -> NDArray[np.floating]:
         )
     if path.suffix.lower() == ".parquet":
         return read_vectors(path)
+    with path.open("rb") as file:
+        zipped = file.read(2) == b"PK"
+    if zipped:
+        raise DataError(
+            f"embedding {name!r}: {path} is a zip of several arrays; an .npy file holds one",
+            remedy="write each model's array with numpy.save, and name each with --embeddings",
+        )
     try:
-        values = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, OSError) as error:
+        values: NDArray[np.floating] = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, OSError, EOFError) as error:
         raise DataError(
             f"embedding {name!r}: {path} is not an .npy array ({error})",
             remedy="write it with numpy.save, without objects",
         ) from error
-    if not isinstance(values, np.ndarray):
-        raise DataError(
-            f"embedding {name!r}: {path} holds several arrays; an .npy file holds one",
-            remedy="write each model's array with numpy.save, and name each with --embeddings",
-        )
     return values

@@ -174,7 +174,7 @@ class FigureMaker:
             adjustment="holm",
             note=f"share of var(y); one-sided; {result.normalisation} variance and clusters of "
             f"{result.clusters} count",
-            method="date_block_t" if result.clusters == "dates" else "entity_cluster_t",
+            method=result.method,
         )
         return ContaminationRecord(
             channel=channel,
@@ -187,6 +187,7 @@ class FigureMaker:
                 self.of_estimate(own.contrast, protocol, n_unit=unit),
                 p_value=own.p_value,
                 note="the model's predictions alone, nothing subtracted",
+                method=own.method,
             ),
         )
 

@@ -100,6 +100,22 @@ def meets(times, train, test):
     ).any()
 
 
+def test_vectors_keep_what_many_features_say(drawn):
+    # Taken out of target and vectors alike, it would mix test rows with training rows alike.
+    panel = drawn.panel
+    values = drawn.embedding.astype(float)
+    rng = np.random.default_rng(5)
+    bare = replace(panel, features=panel.features[:, :0], feature_names=())
+    for count, kept in ((2, False), (8, True), (30, True)):
+        features = rng.standard_normal((panel.num_rows, count))
+        names = tuple(f"f{k}" for k in range(count))
+        found = channel_book(
+            replace(panel, features=features, feature_names=names), values, "common"
+        )
+        plain = channel_book(bare, values, "common")
+        assert np.array_equal(found.values, plain.values) == kept
+
+
 def test_windows_are_training_rows_of_their_folds_and_purged(drawn):
     view = level_view(drawn.panel, OFFSETS[:1])
     split = drawn.panel.sessions[50]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import numpy as np
 import polars as pl
@@ -213,10 +214,22 @@ def test_a_place_that_cannot_be_written_is_said_before_anything_is_computed(
     folder, _ = files
     monkeypatch.chdir(folder)
     (folder / "file").write_text("")
+    os.mkfifo(folder / "pipe")
     given = ["--panel", "panel.parquet", "--embeddings", "k=m.npy"]
-    for place in (".", "file/out.json"):
+    for place in (".", "file/out.json", "pipe"):
         assert call(*given, "--json", place) == 2
         assert "model k" not in capsys.readouterr().err
+    assert (folder / "pipe").is_fifo()  # not replaced by a file
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"\x93NUMPY\x01\x00", b"text"])
+def test_vectors_of_a_broken_file_are_named(files, tmp_path, content, capsys):
+    folder, _ = files
+    broken = tmp_path / "broken.npy"
+    broken.write_bytes(content)
+    panel = folder / "panel.parquet"
+    assert call("--panel", panel, "--embeddings", f"k={broken}") == 2
+    assert "embedding 'k'" in capsys.readouterr().err
 
 
 def test_help_names_the_verdicts(capsys):
