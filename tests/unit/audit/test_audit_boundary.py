@@ -13,6 +13,7 @@ from headrace.audit.boundary import contrast
 from headrace.audit.conclude import channel_contrast
 from headrace.audit.measure import build_layout
 from headrace.audit.synthetic import SyntheticConfig, simulate
+from headrace.audit.tables import FigureMaker
 
 SESSIONS = 400
 
@@ -85,3 +86,8 @@ def test_figures_name_the_clusters_that_count():
     assert contrast(**given).method == "date_block_t"
     found = contrast(**given, entity=entity)
     assert (found.method, found.contrast.num_blocks) == ("entity_cluster_t", 12)
+    panel = simulate(SyntheticConfig(num_entities=12, num_sessions=SESSIONS)).panel
+    layout = build_layout(panel, AuditConfig(num_shifts=19))
+    made = FigureMaker(stack="")
+    record = made.contamination((found, found), layout, "entity", 0.5, "the constant")
+    assert record.contrast.method == record.own.method == "entity_cluster_t"

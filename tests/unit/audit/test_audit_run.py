@@ -42,9 +42,6 @@ def test_knowledge_before_the_cutoff_only_is_knowledge_of_the_future(leaky, quic
     contrast = model.contamination["entity"].contrast
     assert contrast.value > 0
     assert contrast.p_adjusted >= contrast.p_value
-    for figure in (contrast, model.contamination["entity"].own):
-        clustered = figure.num_blocks == leaky.panel.num_entities
-        assert figure.method == ("entity_cluster_t" if clustered else "date_block_t")
     assert model.contamination["entity"].reference == "mean of 4 untrained twins"
 
 
