@@ -37,3 +37,14 @@ def test_every_part_of_a_tensor_that_threads_share():
         damaged = values.clone()
         damaged[place // 1024, place % 1024] = float("nan") if place % 2 else float("inf")
         assert not all_finite(damaged)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.int8, torch.bool]
+)
+def test_types_that_a_checkpoint_may_hold_beside_weights(dtype):
+    values = torch.ones(5).to(dtype)
+    assert all_finite(values)
+    if dtype.is_complex or dtype.is_floating_point:
+        values.view(-1)[3:4].copy_(torch.tensor([float("nan")]))
+        assert not all_finite(values)

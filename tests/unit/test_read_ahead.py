@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import tracemalloc
 
 import pytest
 import torch
@@ -91,6 +92,64 @@ def test_what_cannot_be_read_is_left_to_its_reader(files, tmp_path, seen):
     wait_for(seen, 8)
     ahead.close()
     assert b"".join(seen) == data(2)
+
+
+HEADERS = [
+    b"[]",
+    b"1",
+    b"[" * 100_000,
+    b"\xff",
+    b'{"t0": 1}',
+    b'{"t0": {}}',
+    b'{"t0": {"data_offsets": [0]}}',
+    b'{"t0": {"data_offsets": [0, "4"]}}',
+    b'{"t0": {"data_offsets": [0, 1.5]}}',
+    b'{"t0": {"data_offsets": [0, 1152921504606846976]}}',
+    b'{"t0": {"data_offsets": [-1000, 4]}}',
+    b'{"t0": {"data_offsets": [9, 2]}}',
+]
+
+
+@pytest.mark.parametrize("header", HEADERS, ids=lambda header: header[:60].decode("latin1"))
+def test_a_file_that_was_replaced_is_left_to_its_reader(files, seen, header):
+    """Who has it open still reads the old one; what is there now may be anything."""
+    replaced = files[0].with_name("replaced.safetensors")
+    replaced.write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
+    ahead = ReadAhead([(replaced, "t0"), (files[0], "t2")])
+    wait_for(seen, 8)
+    ahead.close()
+    assert b"".join(seen)[-4000:] == data(2)
+    assert len(b"".join(seen)) <= 4016
+
+
+@pytest.mark.parametrize("length", [1 << 34, 1 << 63])
+def test_a_header_longer_than_its_file_takes_no_memory(files, seen, length):
+    replaced = files[0].with_name("replaced.safetensors")
+    replaced.write_bytes(length.to_bytes(8, "little"))
+    tracemalloc.start()
+    ReadAhead([(replaced, "t0")]).close()
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("started", [0, 1])
+def test_threads_that_cannot_be_started_are_done_without(files, monkeypatch, started):
+    before, start, calls = threading.active_count(), threading.Thread.start, []
+
+    def refused(thread):
+        calls.append(thread)
+        if len(calls) > started:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    wanted = [(path, f"t{i}") for path in files for i in range(4)]
+    with SafetensorsReader() as reader:
+        reader.read_ahead(wanted)
+        values = [float(reader.get(path, name)[7]) for path, name in wanted]
+    assert values == [0, 1, 2, 3, 10, 11, 12, 13]
+    assert len(calls) == started + 1
+    assert threading.active_count() == before
 
 
 def test_a_reader_gives_what_it_gives_without(files):

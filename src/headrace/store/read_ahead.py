@@ -2,7 +2,8 @@
 
 Files are mapped: whoever touches a page that is not in memory waits for that page alone, and a disk
 that is asked for one piece at a time gives a part of its speed. Invariant: this only reads; what a
-caller gets, and its errors, are those of its own reading. At most ``WINDOW`` bytes are ahead.
+caller gets, and its errors, are those of its own reading, also where a file was replaced or no
+thread can be started. At most ``WINDOW`` bytes are ahead.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import contextlib
 import json
 import os
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -39,12 +40,15 @@ class ReadAhead:
         self._next = 0
         self._reached = 0
         self._closed = False
-        self._threads = [
-            threading.Thread(target=self._read, name=f"read-ahead-{number}", daemon=True)
-            for number in range(min(_THREADS, len(self._blocks)))
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        # Where no further thread can be had, fewer read ahead, or none does.
+        with contextlib.suppress(RuntimeError, MemoryError):
+            for number in range(min(_THREADS, len(self._blocks))):
+                thread = threading.Thread(
+                    target=self._read, name=f"read-ahead-{number}", daemon=True
+                )
+                thread.start()
+                self._threads.append(thread)
 
     def reached(self, path: Path, name: str) -> None:
         """The tensor is in use: reading may go on as far beyond it as the window is wide."""
@@ -63,9 +67,9 @@ class ReadAhead:
             thread.join()
 
     def _read(self) -> None:
-        buffer = memoryview(bytearray(_STEP))
         # A file that cannot be read is its reader's to complain about.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, MemoryError):
+            buffer = memoryview(bytearray(_STEP))
             while (block := self._take()) is not None:
                 path, start, size = block
                 # Opened again for each block: a model may have more files than a process may open.
@@ -113,16 +117,43 @@ def _blocks(
 
 
 def _ranges(path: Path) -> dict[str, tuple[int, int]]:
-    """Where each tensor of a whole safetensors file lies; empty if it cannot be told."""
+    """Where each tensor of a safetensors file lies; empty if it cannot be told.
+
+    The file may be another one by now than its reader opened, or one that is being written.
+    """
     try:
         with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length))
-    except (OSError, ValueError, OverflowError, MemoryError):
+            size = os.fstat(file.fileno()).st_size
+            base = 8 + int.from_bytes(file.read(8), "little")
+            if base > size:
+                return {}
+            header = json.loads(file.read(base - 8))
+        return {
+            name: _inside(entry["data_offsets"], base, size)
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+        MemoryError,
+    ):
         return {}
-    base = 8 + length
-    return {
-        name: (base + entry["data_offsets"][0], base + entry["data_offsets"][1])
-        for name, entry in header.items()
-        if name != "__metadata__"
-    }
+
+
+def _inside(offsets: Any, base: int, size: int) -> tuple[int, int]:
+    """Those bytes of the data, which begins at ``base``, that a file of ``size`` bytes has.
+
+    Raises:
+        TypeError: the offsets are not numbers of bytes.
+        ValueError: they are not two.
+    """
+    start, stop = offsets
+    if not isinstance(start, int) or not isinstance(stop, int):
+        raise TypeError("a tensor lies between two whole numbers of bytes")
+    first = min(max(base + start, base), size)
+    return first, min(max(base + stop, first), size)
