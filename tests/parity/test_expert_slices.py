@@ -184,6 +184,44 @@ def test_a_step_that_ran_out_of_memory_is_tried_again(monkeypatch, part, name, c
     assert differing(*found) == []
 
 
+@pytest.mark.parametrize("then", ["evaluate", "step", "hidden_states"])
+@pytest.mark.parametrize(
+    ("part", "name", "call"),
+    [(ExpertsStub, "forward", 2), (ExpertsStub, "forward", 3), (SliceOfExperts, "add_output", 2)],
+)
+def test_an_evaluation_that_failed_leaves_nothing_behind(monkeypatch, part, name, call, then):
+    """In the middle of a layer, by any error: what comes next does not see its tokens."""
+    original, calls, found = getattr(part, name), [], []
+
+    def failing(self, *args, **kwargs):
+        result = original(self, *args, **kwargs)
+        calls.append(None)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        return result
+
+    for fails in (True, False):
+        spec, state = model_of("mixtral")
+        batches = make_batches(3)
+        with make_engine(spec, state, expert_slices=3, micro_batches_per_wave=2) as engine:
+            if fails:
+                with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                    patch.setattr(part, name, failing)
+                    engine.evaluate(make_batches(3, seed=5))
+            if then == "evaluate":
+                found.append([torch.tensor(engine.evaluate(batches).loss_sum)])
+            elif then == "hidden_states":
+                found.append([engine.hidden_states(batches[0].input_ids_BT)])
+            else:
+                result = engine.step(batches, learning_rate=1e-2)
+                engine.synchronize()
+                planes_of = planes(state).values()
+                found.append([torch.tensor(result.loss), *planes_of])
+    assert len(found[0]) == len(found[1])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_windows_hold_a_slice_and_not_a_layer():
     spec, state = model_of("mixtral")
     sizes = {}

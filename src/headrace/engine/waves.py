@@ -85,7 +85,6 @@ class Waves:
         """Forget a step that failed; the next ones have ``per_wave`` micro-batches a wave."""
         if self._offload is not None:
             self._offload.begin()
-        self._sliced.restart()
         self._windows.restart()
         self._config = replace(self._config, micro_batches_per_wave=per_wave)
 
@@ -100,6 +99,7 @@ class Waves:
         """The hidden states after ``num_layers`` layers (all by default), wave by wave."""
         waves = split_waves(len(micro_batches), self._config.micro_batches_per_wave)
         layers = self._spec.num_layers if num_layers is None else num_layers
+        self._sliced.restart()  # whatever the pass before, which may have failed, left
         with pinned_backend(deterministic=self._config.deterministic):
             self._windows.fetch_embed()
             walk = self._windows.walk(layers, len(waves), backward=False)
@@ -138,6 +138,7 @@ class Waves:
         waves = split_waves(len(micro_batches), self._config.micro_batches_per_wave)
         windows, accumulators = self._windows, self._accumulators
         accumulators.prepare(num_waves=len(waves))
+        self._sliced.restart()
         num_layers = self._spec.num_layers
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         with pinned_backend(deterministic=self._config.deterministic):
