@@ -111,6 +111,21 @@ def test_state_bytes_of_known_models(name, moments, gib):
     assert state_bytes(model(name).num_parameters, moments) / GIB == pytest.approx(gib, abs=0.5)
 
 
+@pytest.mark.parametrize("rate", [0.0, -1.0, 1e-300, float("nan"), float("inf")])
+def test_an_update_rate_that_no_host_has_is_refused(rate):
+    with pytest.raises(ConfigError, match="must be a number from"):
+        describe_machine(gpu="h200", num_gpus=1, host_bytes=None, update_gparams=rate)
+    host = Rate(value=GIB, origin="given")
+    with pytest.raises(ConfigError, match="must be a number from"):
+        describe_cpu(host_bytes=host, disk_bytes=None, cores=2, update_gparams=rate)
+
+
+@pytest.mark.parametrize("price", [-1.0, float("nan"), float("inf")])
+def test_a_price_that_nobody_asks_is_refused(price):
+    with pytest.raises(ConfigError, match="must be finite and not negative"):
+        Job(price=price)
+
+
 def test_what_does_not_fit_exits_3_and_names_what_would_make_it_fit():
     common = ["--model", "Qwen/Qwen3-32B", "--gpu", "h200", "--json"]
     done = run(*common, "--host-memory", "128GiB")

@@ -127,8 +127,8 @@ class Job:
         for name in ("max_length", "micro_batch", "tokens_per_step", "accumulation"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.price is not None and self.price < 0:
-            raise ConfigError(f"the price is {self.price}; it must not be negative")
+        if self.price is not None and not 0 <= self.price < math.inf:
+            raise ConfigError(f"the price is {self.price}; it must be finite and not negative")
 
     @property
     def trains_all(self) -> bool:

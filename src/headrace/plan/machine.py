@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -27,6 +28,7 @@ MATMUL_SHARE, H2D_SHARE, D2H_SHARE, DUPLEX_SHARE = 0.79, 0.78, 0.88, 0.63
 # Host AdamW on the split master while transfers run, 13 threads of a 16-core Xeon with AVX-512:
 # 4.9 Gparam/s. The update is bound by memory bandwidth, so more cores are not credited.
 UPDATE_GPARAMS_16_CORES = 4.9
+_SLOWEST = 1e-6  # 10^9 parameters a second: a thousand parameters
 
 # fp32 matmul a core, for planning on a machine without a GPU: order of magnitude only.
 CPU_TFLOPS_PER_CORE = 0.05
@@ -118,6 +120,12 @@ def _rate(card: dict[str, Any], key: str) -> Rate | None:
 
 def _update_rate(cores: int | None, given: float | None) -> Rate:
     if given is not None:
+        if not _SLOWEST <= given < math.inf:
+            raise ConfigError(
+                f"the host updates {given:g} * 10^9 parameters a second as given; it must be a "
+                f"number from {_SLOWEST:g} on",
+                remedy="what 'headrace bench' prints, or leave --update-rate out",
+            )
         return Rate(value=given, origin="given")
     if cores is None:
         return Rate(value=UPDATE_GPARAMS_16_CORES, origin="assumed")
@@ -147,7 +155,8 @@ def describe_machine(
         card_memory: bytes of a card in place of the table's.
 
     Raises:
-        ConfigError: the card is not in the table, or the number of cards is not positive.
+        ConfigError: the card is not in the table, or the number of cards or the update rate is
+            not positive.
     """
     if num_gpus < 1:
         raise ConfigError(f"--gpus is {num_gpus}; at least one card is needed")
