@@ -123,7 +123,12 @@ def check_writable(path: Path) -> None:
 
 
 def write_json(result: AuditResult, path: Path) -> None:
-    """Write ``result`` to ``path``: temporary name, flush, rename."""
+    """Write ``result`` to ``path``: temporary name, flush, rename.
+
+    Raises:
+        ConfigError: it cannot be written: a full disk, a folder that went away; ``path`` is then
+            as it was.
+    """
     text = json.dumps(to_dict(result), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -133,6 +138,11 @@ def write_json(result: AuditResult, path: Path) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written: {error.strerror}",
+            remedy="make room, or name a file elsewhere",
+        ) from error
     finally:
         temporary.unlink(missing_ok=True)
 

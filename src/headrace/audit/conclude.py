@@ -256,6 +256,7 @@ def _record(
             sessions_before=before,
             sessions_after=after,
             untested=layout.untested,
+            said_by_features=limits.said_by_features(layout),
             skill_p=skill_p,
             skill_test="walk-forward, date blocks" if layout.refusal else "shifted dates",
             too_few_shifts=limits.too_few_shifts(layout),

@@ -6,23 +6,30 @@ invariant: a panel that is too small yields a reason, in numbers, never a figure
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from headrace.audit.channels import entity_rows
+from headrace.audit.channels import common_view, entity_rows, entity_view
 from headrace.audit.measure import Layout, Measurement, num_usable_blocks
 from headrace.audit.records import PanelRecord
 from headrace.audit.resample import MIN_BLOCKS
 from headrace.audit.tables import total_variance
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from headrace.audit.channels import View
     from headrace.audit.config import AuditConfig
     from headrace.audit.panel import Panel
     from headrace.audit.records import Channel
     from headrace.audit.skill import Skill
 
 _POWER = 0.8416  # standard normal quantile of 80%
+_NEARLY_ALL = 0.9  # of a channel's variance, said by features
 _LASTING = 0.02  # correlation below which there is nothing to speak of
 
 
@@ -81,6 +88,26 @@ def detectable_skill(measured: Measurement, layout: Layout, channel: Channel) ->
     # With S the share explained, the covariance is S and its error about sqrt(S / blocks).
     quantiles = 1.645 + _POWER
     return float(quantiles**2 / estimate.num_blocks) * share
+
+
+def said_by_features(layout: Layout) -> dict[Channel, float]:
+    """Share of a channel's target that is linear in the numeric features, where it is nearly all.
+
+    Features that hold the target, or are about as many as the dates, leave little to test.
+    """
+    panel = layout.panel
+    if panel.features.shape[1] == 0:
+        return {}
+    bare = replace(panel, features=panel.features[:, :0], feature_names=())
+    views: dict[Channel, Callable[[Panel, NDArray[np.int64]], View]] = {
+        "common": common_view,
+        "entity": entity_view,
+    }
+    shares: dict[Channel, float] = {}
+    for channel in layout.channels:
+        whole = float(views[channel](bare, np.zeros(1, dtype=np.int64)).target.var())
+        shares[channel] = 1.0 - float(layout.views[channel].target.var()) / whole
+    return {channel: share for channel, share in shares.items() if share > _NEARLY_ALL}
 
 
 def lasting_skill(skill: Skill) -> tuple[float, float] | None:

@@ -42,6 +42,7 @@ class Evidence:
         cutoff: ISO date, or ``None`` where none was stated.
         hopeless: reasons why the whole panel is too small.
         untested: channels left out, with the reason.
+        said_by_features: share of a tested channel's target that the features hold, if nearly all.
         sessions_before, sessions_after: the cutoff, with embedded rows; 0 without a cutoff.
         min_sessions_a_side: least number of either.
         level: of the tests.
@@ -68,6 +69,7 @@ class Evidence:
     sessions_after: int = 0
     hopeless: tuple[str, ...] = ()
     untested: dict[Channel, str] = field(default_factory=dict)
+    said_by_features: dict[Channel, float] = field(default_factory=dict)
     skill_p: dict[Channel, float] = field(default_factory=dict)
     skill_test: str = "shifted dates"
     too_few_shifts: str = ""
@@ -307,6 +309,11 @@ def _cautions(evidence: Evidence) -> list[str]:
     cautions += [
         f"The {channel} channel has no contrast at the cutoff: {why}."
         for channel, why in evidence.contrast_failed.items()
+    ]
+    cautions += [
+        f"The numeric features hold {share:.4%} of the {channel} channel's target: what little is "
+        "left was tested. Features that know the target, or are as many as the dates, do that."
+        for channel, share in evidence.said_by_features.items()
     ]
     if evidence.r2_negative:
         cautions.append(

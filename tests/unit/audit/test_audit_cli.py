@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 
@@ -220,6 +221,24 @@ def test_a_place_that_cannot_be_written_is_said_before_anything_is_computed(
         assert call(*given, "--json", place) == 2
         assert "model k" not in capsys.readouterr().err
     assert (folder / "pipe").is_fifo()  # not replaced by a file
+
+
+def test_a_disk_that_is_full_is_said_and_leaves_the_former_result(
+    files, tmp_path, capsys, monkeypatch
+):
+    folder, _ = files
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    out = tmp_path / "out.json"
+    out.write_text("before")
+    monkeypatch.setattr("headrace.audit.codec.os.fsync", full)
+    given = ["--panel", folder / "panel.parquet", "--embeddings", f"k={folder / 'm.npy'}"]
+    assert call(*given, "--shifts", 39, "--no-tables", "--json", out) == 2
+    assert "No space left" in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == ["out.json"]
+    assert out.read_text() == "before"
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"\x93NUMPY\x01\x00", b"text"])

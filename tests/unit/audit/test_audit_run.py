@@ -391,6 +391,18 @@ def test_a_channel_whose_target_does_not_vary_is_untested(small, quick):
     assert model.verdict == "too_little_data"
 
 
+def test_features_that_hold_the_target_are_said(small, quick):
+    drawn = small(seed=4)
+    panel = drawn.panel
+    noise = np.random.default_rng(1).standard_normal(panel.num_rows)
+    known = (panel.y + 0.01 * panel.y.std() * noise)[:, None]
+    leaking = replace(panel, features=known, feature_names=("known",))
+    model = run_audit(leaking, {"m": drawn.embedding}, {"m": drawn.cutoff}, config=quick).models[0]
+    said = [caution for caution in model.cautions if "numeric features hold 99.9" in caution]
+    assert len(said) == 2
+    assert not any("numeric features hold" in text for text in audit(drawn, quick).cautions)
+
+
 def test_the_split_lies_among_the_dates_that_have_a_vector(small, quick):
     drawn = small(leak=0.1)
     panel = drawn.panel
