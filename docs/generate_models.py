@@ -108,7 +108,8 @@ slice or two, of weights as of gradients. Left open, it is chosen on CUDA where 
 whole layers, as few slices as fit. Each slice is sent once a wave and direction. Such a layer
 recomputes, and what is no expert's runs forward four times a step instead of twice: up to the
 experts and after them, in forward and in recompute. The result is that of whole layers, but for
-the order in which a token's experts are summed (with two a token, bitwise the same in float32);
+rounding: a token's experts are summed in another order (with two a token, Qwen3-MoE, Mixtral and
+OLMoE are bitwise the same in float32 on a CPU, gpt-oss is not);
 balancing loss, load, idle experts and the check that recompute routes alike hold as they do
 there. It takes routed experts that lie stacked in one module and run as grouped products, as in
 every family above; the self-test proves a class with slices, too. Refused before anything is

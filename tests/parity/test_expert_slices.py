@@ -114,7 +114,15 @@ def test_gradients_of_sliced_layers(family):
             assert max(errors.values()) <= 1e-5, max(errors, key=errors.get)
 
 
-@pytest.mark.parametrize(("family", "dtype"), [("mixtral", "float32"), ("qwen3_moe", "bfloat16")])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        ("mixtral", "float32"),
+        ("olmoe", "float32"),
+        ("qwen3_moe", "float32"),
+        ("qwen3_moe", "bfloat16"),
+    ],
+)
 def test_slices_keep_every_bit_where_a_token_has_two_experts(family, dtype):
     """A sum of two has one order."""
     results, bits = train(family, dtype=dtype, values=BALANCED, activations="recompute")
