@@ -95,8 +95,8 @@ class StopRequest:
     def set(self, number: signal.Signals) -> None:
         """Ask for a stop."""
         if self.signal is None:
-            self.signal = number
             self._asked_at = time.monotonic()
+            self.signal = number
 
     def agreed(self) -> bool:
         """Whether any rank was asked to stop; all of them must look at the same points."""
@@ -109,9 +109,10 @@ class StopRequest:
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         if not self._signalled and (self.signal is None or self._ranks is not None):
             # Another rank may have been asked first: what comes here now is the same request.
+            # The time first: the next signal may interrupt between any two of these lines.
+            self._asked_at = time.monotonic()
             self._signalled = True
             self.signal = self.signal or signal.Signals(number)
-            self._asked_at = time.monotonic()
             if not self._quiet:
                 os.write(2, _TOLD.encode())  # nothing that could be waiting for a lock
         elif time.monotonic() - self._asked_at >= BURST_SECONDS:
