@@ -8,7 +8,7 @@ Strips of one statistic share their scale over models, so that cards can be comp
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -40,6 +40,17 @@ class Strip:
     null: Sequence[float]
     twins: Sequence[float]
     limits: tuple[float, float]
+
+
+# The mark of an untrained twin, in a strip and in the key.
+_TWIN: dict[str, Any] = {
+    "color": theme.MUTED,
+    "marker": "o",
+    "markersize": 5.5,
+    "markerfacecolor": theme.PAPER,
+    "markeredgecolor": theme.MUTED,
+    "markeredgewidth": 1.2,
+}
 
 
 def shared_limits(
@@ -95,12 +106,7 @@ def _strip(axes: Axes, strip: Strip, width: float) -> None:
             strip.twins,
             np.full(len(strip.twins), -0.18),
             linestyle="none",
-            color=theme.MUTED,
-            marker="o",
-            markersize=5.5,
-            markerfacecolor=theme.PAPER,
-            markeredgecolor=theme.MUTED,
-            markeredgewidth=1.2,
+            **_TWIN,
             zorder=3,
         )
     observed = strip.observed
@@ -136,16 +142,7 @@ def key(width: int, identity: str, *, twins: bool) -> str:
     axes.fill_between([x1, x1 + 22], y1 - 6, y1 + 6, color=theme.NULL, linewidth=0)
     texts = [(x0 + 18, y0, "this model"), (x1 + 30, y1, "dates shifted: nothing to know")]
     if twins:
-        axes.plot(
-            [x2 + 7],
-            [y2],
-            color=theme.MUTED,
-            marker="o",
-            markersize=5.5,
-            markerfacecolor=theme.PAPER,
-            markeredgecolor=theme.MUTED,
-            markeredgewidth=1.2,
-        )
+        axes.plot([x2 + 7], [y2], **_TWIN)
         texts.append((x2 + 18, y2, "untrained twins"))
     for x, y, words in texts:
         canvas.text(x, y + 4, words, color=theme.MUTED)
