@@ -11,7 +11,7 @@
     │   └── DamagedCheckpointError    its contents are not what was saved
     ├── NumericsError        exit 1   training diverged beyond what skipping a step repairs
     ├── LaneError            exit 1   a transfer or update lane failed in the middle of a step
-    └── RankError            exit 1   another process of the run failed, or was never met
+    └── RankError            exit 1   another process of the run failed, left, or was never met
 
 Every message says what was given, the limit, the reason and the remedy. A broken
 invariant is an ``assert``, never one of these.
@@ -89,4 +89,10 @@ class LaneError(HeadraceError):
 
 
 class RankError(HeadraceError):
-    """Another process of the run failed, or was never met."""
+    """Another process of the run failed, left, or was never met.
+
+    Attributes:
+        said: that process tells people why, once for all ranks.
+    """
+
+    said = False

@@ -36,8 +36,8 @@ def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
 
     from headrace.parallel.ranks import Ranks  # noqa: PLC0415 - as above
 
-    ranks = Ranks.started(timeout_seconds=TIMEOUT)
-    ranks.connect(torch.device("cpu"))
+    ranks = Ranks.started()
+    ranks.connect(torch.device("cpu"), timeout_seconds=TIMEOUT)
     while (job := pipe.recv()) is not None:
         function, arguments = job
         try:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -55,20 +56,21 @@ def config_file(make_config, tmp_path):
 
 @pytest.fixture
 def started(tmp_path):
-    """Starts a command as two ranks; ends what is left of them."""
+    """Starts a command as two ranks, or more; ends what is left of them."""
     processes = []
 
-    def start(*command):
+    def start(*command, size=2, only=None):
+        """``only``: a rank, and what it alone is told beside the command."""
         port = free_port()
         processes.extend(
             subprocess.Popen(
-                [sys.executable, *command],
-                env=os.environ | environment(rank, 2, port),
+                [sys.executable, *command, *([only[1]] if only and only[0] == rank else [])],
+                env=os.environ | environment(rank, size, port),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
             )
-            for rank in range(2)
+            for rank in range(size)
         )
         return processes
 
@@ -142,12 +144,46 @@ def test_a_rank_that_fails_ends_the_others_with_its_reason(
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed"
 
 
-def test_a_rank_that_is_killed_ends_the_others(config_file, started, tmp_path):
-    """No word of its own: a broken connection is the reason."""
-    processes = started("-m", "headrace", "train", config_file())
-    wait_for_steps(tmp_path / "run", 2, processes)
-    processes[1].kill()
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_that_is_killed_is_named_by_every_other_one(config_file, started, tmp_path, rank):
+    """No word of its own: who left, in which step, how to go on; nothing of gloo's, once a rank."""
+    saves = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
+    processes = started("-m", "headrace", "train", config_file(**saves), size=3)
+    wait_for_steps(tmp_path / "run", 9, processes)
+    processes[rank].kill()
     started_waiting = time.monotonic()
-    codes, outputs = ends(processes[:1])
+    codes, outputs = ends(processes)
     assert time.monotonic() - started_waiting < 30
-    assert codes == [1], outputs
+    survivors = [0, 1, 2]
+    survivors.remove(rank)
+    for other in survivors:
+        said = outputs[other]
+        assert codes[other] == 1, said
+        assert len(re.findall(rf"rank {rank}\b.* left the run (in|after) step \d+", said)) == 1, (
+            said
+        )
+        assert said.count("headrace train: ") == 1
+        last = said.partition("headrace train: ")[2]
+        assert "resume_from_checkpoint=auto on the same command goes on from" in last
+        assert not re.search("gloo|Traceback|TCPStore|frame #", said), said
+
+
+@pytest.mark.parametrize(
+    ("only", "message"),
+    [
+        (None, "unknown key max_step; did you mean max_steps?"),
+        ((1, "lora_r=2"), "lora_r"),
+        ((1, "datasets.0.path=nowhere.jsonl"), "dataset 'nowhere.jsonl' does not exist"),
+    ],
+    ids=["before they meet, all", "before they meet, one", "while it is prepared, one"],
+)
+def test_a_bad_configuration_is_said_once(config_file, started, only, message):
+    """By the first rank that has it; all end, with its code."""
+    command = ["-m", "headrace", "train", config_file()]
+    if only is None:
+        command.append("max_step=3")
+    codes, outputs = ends(started(*command, only=only))
+    assert codes == [2, 2], outputs
+    said = "".join(outputs)
+    assert said.count("headrace train: ") == 1, outputs
+    assert message in said.partition("headrace train: ")[2]

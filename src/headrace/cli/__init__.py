@@ -47,11 +47,13 @@ def _usage() -> str:
     )
 
 
-def _prepare_threads() -> None:
-    # Pools that spin between parallel regions cost 3x on a busy two-core machine. Both
-    # variables are read when the libraries load, so they are set before any verb imports them.
+def _prepare_libraries() -> None:
+    # Read when the libraries load, so they are set before any verb imports them. Pools that spin
+    # between parallel regions cost 3x on a busy two-core machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # Its warnings of a connection that another rank closed are stacks of C++ frames, by the screen.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -99,12 +101,13 @@ def _in_groups() -> bool:
 def _run(verb: str, arguments: list[str]) -> int:
     from headrace.errors import EXIT_WILL_NOT_FIT, HeadraceError
 
-    _prepare_threads()
+    _prepare_libraries()
     try:
         module = importlib.import_module(f"headrace.cli.{verb}")
         result = module.app(args=arguments, prog_name=f"headrace {verb}", standalone_mode=True)
     except HeadraceError as error:
-        print(f"headrace {verb}: {error}", file=sys.stderr)
+        if not getattr(error, "said", False):
+            print(f"headrace {verb}: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print(f"headrace {verb}: interrupted", file=sys.stderr)

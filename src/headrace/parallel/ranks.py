@@ -51,14 +51,11 @@ class Ranks:
         local_size: processes of this machine.
     """
 
-    def __init__(
-        self, place: Place | None = None, *, timeout_seconds: float = TIMEOUT_SECONDS
-    ) -> None:
+    def __init__(self, place: Place | None = None) -> None:
         """Meet the other processes, if there are any.
 
         Args:
             place: of this process; None for a run of one.
-            timeout_seconds: the longest wait for another rank in a step.
 
         Raises:
             RankError: they do not come.
@@ -66,7 +63,6 @@ class Ranks:
         place = place or Place()
         self.rank, self.size = place.rank, place.size
         self.local_rank, self.local_size = place.local_rank, place.local_size
-        self._timeout = timedelta(seconds=timeout_seconds)
         self._data: Any = None
         self._save: Any = None
         self._watch: Watch | None = None
@@ -77,19 +73,14 @@ class Ranks:
             self._meet(place)
 
     @classmethod
-    def started(
-        cls,
-        environ: Mapping[str, str] = os.environ,
-        *,
-        timeout_seconds: float = TIMEOUT_SECONDS,
-    ) -> Ranks:
+    def started(cls, environ: Mapping[str, str] = os.environ) -> Ranks:
         """The ranks that a launcher started, by its environment variables; one without any.
 
         Raises:
             ConfigError: the variables contradict each other.
             RankError: the others do not come.
         """
-        return cls(place_of(environ), timeout_seconds=timeout_seconds)
+        return cls(place_of(environ))
 
     def _meet(self, place: Place) -> None:
         os.environ.setdefault("MASTER_ADDR", place.address)
@@ -128,16 +119,49 @@ class Ranks:
         """Whether this rank writes files and talks to people."""
         return self.rank == 0
 
-    def connect(self, device: torch.device) -> None:
-        """Make the group of the exchange lane: NCCL between GPUs, gloo between CPUs."""
+    def connect(self, device: torch.device, *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
+        """Make the group of the exchange lane: NCCL between GPUs, gloo between CPUs.
+
+        Args:
+            device: of this rank.
+            timeout_seconds: the longest wait for another rank in a step.
+        """
         if self.size == 1 or self._data is not None:
             return
         backend = "nccl" if device.type == "cuda" else "gloo"
-        self._data = dist.new_group(
-            backend=backend,
-            timeout=self._timeout,
-            device_id=device if device.type == "cuda" else None,
-        )
+        self.meet()  # making a group waits, deaf to the watch, for a rank that failed before it
+        with self._connected():
+            self._data = dist.new_group(
+                backend=backend,
+                timeout=timedelta(seconds=timeout_seconds),
+                device_id=device if device.type == "cuda" else None,
+            )
+
+    def stands(self, where: str, how_to_go_on: str) -> None:
+        """Keep what is said if a rank is lost from now on.
+
+        Args:
+            where: the run stands, as in ``"in step 7"``.
+            how_to_go_on: a command or key that does.
+        """
+        if self._watch is not None:
+            self._watch.where, self._watch.how_to_go_on = where, how_to_go_on
+
+    @contextlib.contextmanager
+    def _connected(self) -> Iterator[None]:
+        """A call to other ranks: what breaks it is one of them, and is said.
+
+        Raises:
+            RankError: gloo, NCCL or the store cannot reach another rank.
+        """
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            if self._watch is None:
+                raise
+            raise self._watch.lost(error) from error
 
     # -- agreements, by the main thread ------------------------------------------------------
 
@@ -147,7 +171,8 @@ class Ranks:
         if self.size == 1:
             return [row.tolist()]
         rows = [torch.empty_like(row) for _ in range(self.size)]
-        dist.all_gather(rows, row, group=self._agree)
+        with self._connected():
+            dist.all_gather(rows, row, group=self._agree)
         return [found.tolist() for found in rows]
 
     def sums(self, values: Sequence[float]) -> list[float]:
@@ -162,11 +187,12 @@ class Ranks:
             return value
         self._num_told += 1
         key = f"told/{self._num_told}"
-        if self.is_main:
-            self._store.set(key, json.dumps(value))
-            return value
-        self._wait_for(key)
-        return json.loads(self._store.get(key))
+        with self._connected():
+            if self.is_main:
+                self._store.set(key, json.dumps(value))
+                return value
+            self._wait_for(key)
+            return json.loads(self._store.get(key))
 
     @contextlib.contextmanager
     def main_first(self) -> Iterator[None]:
@@ -183,9 +209,10 @@ class Ranks:
             return
         self._num_told += 1
         key = f"came/{self._num_told}"
-        if self._store.add(key, 1) == self.size:
-            self._store.set(f"{key}/all", "")
-        self._wait_for(f"{key}/all")
+        with self._connected():
+            if self._store.add(key, 1) == self.size:
+                self._store.set(f"{key}/all", "")
+            self._wait_for(f"{key}/all")
 
     def _wait_for(self, key: str) -> None:
         """Until a key is set; the watch ends the wait when a rank fails."""
@@ -201,26 +228,31 @@ class Ranks:
     def all_gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
         """Complete ``whole``, of which ``own`` is this rank's part, in place."""
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        gather(whole, own, group=self._data)
+        with self._connected():
+            gather(whole, own, group=self._data)
 
     def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor) -> None:
         """Sum this rank's part of ``whole`` over ranks, into its place ``own``."""
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        scatter(own, whole, group=self._data)
+        with self._connected():
+            scatter(own, whole, group=self._data)
 
     def all_reduce(self, values: torch.Tensor) -> None:
         """Sum over ranks, in place."""
-        dist.all_reduce(values, group=self._data)
+        with self._connected():
+            dist.all_reduce(values, group=self._data)
 
     # -- checkpoints, by the thread that saves -----------------------------------------------
 
     def send_to_main(self, values: torch.Tensor) -> None:
         """Give a flat tensor of the host to the main rank."""
-        dist.send(values, 0, group=self._save)
+        with self._connected():
+            dist.send(values, 0, group=self._save)
 
     def receive(self, values: torch.Tensor, rank: int) -> None:
         """Take one from another rank."""
-        dist.recv(values, rank, group=self._save)
+        with self._connected():
+            dist.recv(values, rank, group=self._save)
 
     # -- the end -----------------------------------------------------------------------------
 

@@ -3,7 +3,8 @@
 Every rank tells that it lives, and looks whether another one failed or fell silent. Invariant: once
 a rank has failed, every other one raises :class:`RankError` in its main thread within seconds, or,
 where that thread hangs in a call that cannot be interrupted (a collective, the device), says why
-and ends the process. Makes no collective call itself.
+and ends the process. A rank that left without a word, as one that was killed, is named, with where
+the run stood and how to go on. Makes no collective call itself.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from headrace.errors import EXIT_FAILED, HeadraceError, LaneError, RankError
 
 if TYPE_CHECKING:
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
 
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 60.0
+SUSPECT_SECONDS = 4 * BEAT_SECONDS  # of silence, beside a broken connection
+NAMED_SECONDS = SUSPECT_SECONDS + 4 * BEAT_SECONDS  # until the silent rank must have been found
 GRACE_SECONDS = 15.0
 HEARD_SECONDS = 5 * BEAT_SECONDS
 _SIGNAL = signal.SIGRTMIN + 1
@@ -35,6 +40,8 @@ class Watch:
 
     Attributes:
         reason: why the run must end, once another rank failed; else None.
+        where: the run stands, as in ``"in step 7"``; None before its first step.
+        how_to_go_on: a command or key that does, for the remedy.
     """
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
@@ -48,7 +55,13 @@ class Watch:
         self._store = store
         self._rank = rank
         self._size = size
-        self._told = False
+        self.where: str | None = None
+        self.how_to_go_on = "start the run again"
+        self._told = False  # the main thread, or it tells of an error of its own
+        self._settled = False
+        self._suspects = False
+        self._ends = False  # within a bound
+        self._lost: int | None = None
         self._ended = threading.Event()
         self._use = threading.Lock()  # of the store
         self.reason: RankError | None = None
@@ -64,45 +77,71 @@ class Watch:
             self._told = True
             raise self.reason
 
+    def lost(self, error: BaseException) -> RankError:
+        """Why a call to other ranks broke: what one of them told, or which of them is gone."""
+        self._suspects = True
+        deadline = time.monotonic() + NAMED_SECONDS
+        while self.reason is None and time.monotonic() < deadline:
+            time.sleep(BEAT_SECONDS / 10)
+        text = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+        return self.reason or RankError(
+            f"the connection to another rank broke {self._where}: {text}",
+            remedy=f"look at the network between the machines; {self.how_to_go_on}",
+        )
+
+    @property
+    def _where(self) -> str:
+        return self.where or "while the run was prepared"
+
     def failed(self, error: BaseException) -> BaseException:
         """Tell the others of an error here; the reason to show is the first that any rank told."""
-        if isinstance(error, RankError):
-            return error
+        self._told = True
+        if _is_connection(error):
+            error = self.lost(error)
         # A peer that died breaks the calls of others before it is missed: its own word comes first.
         deadline = time.monotonic() + 2 * BEAT_SECONDS
         broken = isinstance(error, LaneError) or not isinstance(error, HeadraceError)
         while broken and self.reason is None and time.monotonic() < deadline:
             time.sleep(BEAT_SECONDS / 10)
-        if self.reason is not None:
-            self._told = True
-            return self.reason
-        told = json.dumps(
-            {
-                "rank": self._rank,
-                "message": error.message if isinstance(error, HeadraceError) else repr(error),
-                "remedy": error.remedy if isinstance(error, HeadraceError) else None,
-                "exit_code": getattr(error, "exit_code", EXIT_FAILED),
-            }
-        )
-        self._told = True
-        try:
-            with self._use:
-                first = json.loads(self._store.compare_set(_FAILED, "", told))
-                self._store.set(f"heard/{self._rank}", "")
-        except (RuntimeError, ValueError):
-            return error  # the store is gone, and so are the others
-        self._last_resort(f"rank {self._rank}: {error}")
-        if first["rank"] != self._rank:
-            return _reason(first)
-        self._wait_until_heard()
-        return error
+        self._settled = True  # what the store says from now on, or that it is gone, comes too late
+        reason: BaseException | None = self.reason
+        if reason is None:
+            try:
+                first = self._tell(error)
+            except (RuntimeError, ValueError):
+                return error  # the store is gone, and so are the others
+            reason = error if first["rank"] == self._rank else _reason(first)
+        self._last_resort(reason)
+        if reason is error or self._rank == 0:
+            self._wait_until_heard()
+        return reason
+
+    def _tell(self, error: BaseException, *, lost: int | None = None) -> dict[str, Any]:
+        """Tell all ranks of an error, of this one or of a lost one; what was told first counts."""
+        known = error if isinstance(error, HeadraceError) else None
+        told = {
+            "rank": self._rank,
+            "lost": lost,
+            "message": known.message if known else repr(error),
+            "remedy": known.remedy if known else None,
+            "exit_code": getattr(error, "exit_code", EXIT_FAILED),
+            # What a run was refused for is for people to change: they read it once.
+            "said": known is not None and self.where is None and lost is None,
+        }
+        with self._use:
+            first: dict[str, Any] = json.loads(
+                self._store.compare_set(_FAILED, "", json.dumps(told))
+            )
+            self._store.set(f"heard/{self._rank}", "")
+        return first
 
     def _wait_until_heard(self) -> None:
         """The store ends with the process that keeps it: the others read the reason before."""
-        others = [f"heard/{rank}" for rank in range(self._size) if rank != self._rank]
+        gone = {self._rank, self._lost}
+        others = [f"heard/{rank}" for rank in range(self._size) if rank not in gone]
         deadline = time.monotonic() + HEARD_SECONDS
         with contextlib.suppress(RuntimeError):
-            while time.monotonic() < deadline:
+            while others and time.monotonic() < deadline:
                 with self._use:
                     if self._store.check(others):
                         return
@@ -127,60 +166,86 @@ class Watch:
                     found = json.loads(self._store.get(_FAILED)) if self._is_set(_FAILED) else None
                     if found is not None:
                         self._store.set(f"heard/{self._rank}", "")
-                    silent = self._silent(beats)
+                    silent = None if found is not None else self._silent(beats)
+                if silent is not None:
+                    found = self._tell(self._missed(*silent), lost=silent[0])
             except (RuntimeError, ValueError):
-                if self._ended.is_set():
-                    return
-                self._end(RankError(
-                    "the process that the ranks meet at is gone",
-                    remedy="look at the messages of rank 0 and of the launcher",
-                ))  # fmt: skip
+                if not self._ended.is_set():
+                    self._end(self._no_store())
                 return
             if found is not None:
-                if found["rank"] != self._rank:
+                self._lost = found["lost"]
+                if self._lost is not None or found["rank"] != self._rank:
                     self._end(_reason(found))
                 return
-            if silent is not None:
-                self._end(RankError(
-                    f"rank {silent} has not been heard of for {SILENCE_SECONDS:.0f} s",
-                    remedy="look at its messages, and whether the system ended it (dmesg)",
-                ))  # fmt: skip
-                return
+
+    def _missed(self, rank: int, seconds: float) -> RankError:
+        return RankError(
+            f"rank {rank} left the run {self._where}: its last sign of life is {seconds:.0f} s old",
+            remedy=f"look at its messages, and whether the system ended it (dmesg); "
+            f"{self.how_to_go_on}",
+        )
+
+    def _no_store(self) -> RankError:
+        """The process that keeps the store is gone: the launcher's, or rank 0."""
+        launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        gone = "the launcher" if launcher else "rank 0"
+        return RankError(
+            f"{gone}, which the ranks meet at, left the run {self._where}",
+            remedy="look at its messages, and whether the system ended it (dmesg); "
+            f"{self.how_to_go_on}",
+        )
 
     def _is_set(self, key: str) -> bool:
         return bool(self._store.check([key]))
 
-    def _silent(self, beats: dict[int, tuple[bytes, float]]) -> int | None:
-        """A rank that stopped to tell that it lives."""
+    def _silent(self, beats: dict[int, tuple[bytes, float]]) -> tuple[int, float] | None:
+        """A rank that stopped to tell that it lives, and for how many seconds."""
         now = time.monotonic()
         for rank in range(self._size):
             key = f"beat/{rank}"
             beat = self._store.get(key) if self._is_set(key) else b""
             before, since = beats.get(rank, (None, now))
             beats[rank] = (beat, since if beat == before else now)
-            if now - beats[rank][1] > SILENCE_SECONDS:
-                return rank
-        return None
+        rank = min(beats, key=lambda rank: beats[rank][1])
+        silence = now - beats[rank][1]
+        limit = SUSPECT_SECONDS if self._suspects else SILENCE_SECONDS
+        return (rank, silence) if silence > limit else None
 
     def _end(self, reason: RankError) -> None:
         """Have the main thread raise; end the process if it cannot."""
-        self.reason = reason
+        if not self._settled:
+            self.reason = reason
         if self._told:
             return
         if self._in_main:
             signal.pthread_kill(threading.main_thread().ident or 0, _SIGNAL)
-        self._last_resort(str(reason))
+        self._last_resort(reason)
 
-    def _last_resort(self, message: str) -> None:
+    def _last_resort(self, error: BaseException) -> None:
+        if self._ends:
+            return
+        self._ends = True
+
         def end() -> None:
             time.sleep(GRACE_SECONDS)
-            print(f"headrace: {message}", file=sys.stderr, flush=True)
-            os._exit(EXIT_FAILED)
+            if not getattr(error, "said", False):
+                print(f"headrace: rank {self._rank}: {error}", file=sys.stderr, flush=True)
+            os._exit(getattr(error, "exit_code", EXIT_FAILED))
 
         threading.Thread(target=end, name="headrace-last-resort", daemon=True).start()
 
 
 def _reason(told: dict[str, Any]) -> RankError:
-    reason = RankError(f"rank {told['rank']} failed: {told['message']}", remedy=told["remedy"])
+    message = told["message"]
+    if told["lost"] is None:
+        message = f"rank {told['rank']} failed: {message}"
+    reason = RankError(message, remedy=told["remedy"])
     reason.exit_code = told["exit_code"]  # all ranks of a run return the same
+    reason.said = told["said"]
     return reason
+
+
+def _is_connection(error: BaseException) -> bool:
+    """Whether it, or what a lane failed for, is a broken call to other ranks."""
+    return any(isinstance(one, dist.DistError) for one in (error, error.__cause__))

@@ -133,6 +133,7 @@ class TrainingLoop:
     def run(self) -> None:
         """Train until the last step, a callback's wish or a stop request; save what is there."""
         callbacks, settings = self._callbacks, self._settings
+        self._stands(f"after step {self.step}")
         self._sync_state()
         callbacks.fire("on_train_begin")
         if self._evaluation_due and not self._stop.agreed():
@@ -157,6 +158,7 @@ class TrainingLoop:
 
     def _one_step(self) -> None:
         callbacks = self._callbacks
+        self._stands(f"in step {self.step + 1}")
         callbacks.new_step()
         if self._loader.state.index == 0:
             callbacks.control.should_epoch_stop = False
@@ -175,6 +177,7 @@ class TrainingLoop:
         )
         seconds = time.perf_counter() - started
         self.step += 1
+        self._stands(f"after step {self.step}")
         num_tokens, flops = self._ranks.sums([batch.num_tokens, self._flops(batch.lengths)])
         self.meter.add(result, num_tokens=int(num_tokens), seconds=seconds, flops=flops)
         self._display.step(self.step, seconds)
@@ -294,6 +297,9 @@ class TrainingLoop:
             best_metric=self._callbacks.state.best_metric,
             evaluation_due=self._evaluation_due,
         )
+
+    def _stands(self, where: str) -> None:
+        self._ranks.stands(where, self._saver.how_to_go_on)
 
     def _sync_state(self) -> None:
         state = self._callbacks.state

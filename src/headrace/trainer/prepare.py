@@ -128,7 +128,8 @@ def prepare(config: TrainConfig, stack: ExitStack, say: Say, ranks: Ranks) -> Pr
     checkpoint = None if told is None else Path(told)
     saved = None if checkpoint is None else read_progress(checkpoint, dtype=config.dtype)
     first_step = saved.step if saved else 0
-    ranks.connect(device)  # takes device memory of its own
+    # Takes device memory of its own.
+    ranks.connect(device, timeout_seconds=config.engine.lane_timeout_seconds)
     engine = place(config, spec, device, say, ranks)
     state = _allocate(config, spec, device, engine, stack=stack, say=say, ranks=ranks)
     if checkpoint is not None:

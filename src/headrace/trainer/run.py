@@ -102,8 +102,9 @@ def train(
         HeadraceError: anything of :mod:`headrace.errors`; see the class for what it means.
     """
     console = console or Console()
-    resolved, notes = resolve(config, overrides)
-    ranks = Ranks.started(timeout_seconds=resolved.engine.lane_timeout_seconds)
+    ranks = Ranks.started()
+    with ranks.joined():  # what one of them is refused for ends all, and is said once
+        resolved, notes = resolve(config, overrides)
 
     def say(text: str) -> None:
         if resolved.progress != "none" and ranks.is_main:
@@ -257,10 +258,7 @@ class _Session:
     def _failed(self, error: BaseException, loop: TrainingLoop, display: Display) -> None:
         outcome = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         if self._saver.last is not None:
-            display.say(
-                f"{outcome} after step {loop.step}; {self._saver.last} is whole, and "
-                "resume_from_checkpoint=auto goes on from it"
-            )
+            display.say(f"{outcome} after step {loop.step}; {self._saver.how_to_go_on}")
         reason = error.message if isinstance(error, HeadraceError) else repr(error)
         if self._record is None:
             return

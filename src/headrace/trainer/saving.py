@@ -133,6 +133,17 @@ class Saver:
             return contextlib.nullcontext()
         return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]  # untyped in torch
 
+    @property
+    def how_to_go_on(self) -> str:
+        """For people: what continues the run after its last complete checkpoint."""
+        if self.last is None:
+            return "start the run again: it had not saved yet"
+        inside = self.last.resolve().parent == self._config.output_dir.resolve()
+        return (
+            f"resume_from_checkpoint={'auto' if inside else self.last} on the same command goes on "
+            f"from {self.last}, which is whole"
+        )
+
     def before_step(self) -> None:
         """Wait until no update of a step that begins now can have to wait for long."""
         if self._snapshot is not None:
