@@ -82,8 +82,10 @@ class StepRouting:
         for output in outputs:
             if self._loss is not None:
                 self._add(self._balances[micro_batch], output, self._loss.top_k)
-            if output.chosen_NK is not None and micro_batch < self._num_counted:
+            if output.chosen_NK is not None:
                 load_X = count(output.chosen_NK, output.logits_NX.shape[1])
+                if micro_batch >= self._num_counted:
+                    load_X = torch.zeros_like(load_X)  # a rank without any reports zeros, too
                 self._load[layer] = self._load[layer] + load_X if layer in self._load else load_X
         if repeats:
             self._prints[layer, micro_batch] = _prints(outputs)
