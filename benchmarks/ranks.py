@@ -37,6 +37,7 @@ from benchmarks.cases.common import (
 from headrace.engine import Engine, EngineConfig
 from headrace.engine.lanes import indexed_device
 from headrace.errors import HeadraceError
+from headrace.models.slices import plan_sections
 from headrace.models.spec import ModelSpec
 from headrace.parallel.ranks import Ranks, bind_device
 from headrace.policy.budget import Workload
@@ -47,10 +48,12 @@ from headrace.store.ranges import Share
 from headrace.store.state import ModelState
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from headrace.batch import MicroBatch
     from headrace.engine import StepResult
+    from headrace.store.ranges import Part
+    from headrace.store.state import UnitState
 
 PARITY_STEPS = 5
 PARITY_SEQUENCE = 256
@@ -143,9 +146,10 @@ def _train(
 ) -> tuple[list[StepResult], dict[str, torch.Tensor]]:
     """Results of the steps, and on the main rank the weights by unit."""
     share = Share(rank=ranks.rank, num_ranks=ranks.size)
-    state = ModelState(spec.units, arguments.dtype, device=device, share=share)
-    initialise(spec, state, seed=0)
     config = EngineConfig(**arguments.options)
+    sections = plan_sections(spec, config.expert_slices or 1)
+    state = ModelState(spec.units, arguments.dtype, device=device, share=share, sections=sections)
+    initialise(spec, state, seed=0)
     with Engine(spec, state, device, config, ranks=ranks) as engine:
         results = [
             engine.step(
@@ -156,25 +160,28 @@ def _train(
         engine.synchronize()
     weights = {}
     for unit, layout in zip(state.units, state.layouts, strict=True):
-        piece = unit.shard.trained
-        own = torch.zeros(piece.size)
-        own[: piece.numel] = unit.weights[: piece.numel]
-        whole = _gathered(ranks, own)
-        if whole is not None:
-            weights[layout.name] = whole[: layout.num_trainable]
+        whole = torch.zeros(layout.num_trainable)
+        for part, values in _parts(ranks, unit):
+            whole[part.start : part.stop] = values
+        if ranks.is_main:
+            weights[layout.name] = whole
     state.close()
     return results, weights
 
 
-def _gathered(ranks: Ranks, own: torch.Tensor) -> torch.Tensor | None:
-    if not ranks.is_main:
-        ranks.send_to_main(own)
-        return None
-    parts = [own]
-    for rank in range(1, ranks.size):
-        parts.append(torch.empty_like(own))
-        ranks.receive(parts[-1], rank)
-    return torch.cat(parts)
+def _parts(ranks: Ranks, unit: UnitState) -> Iterator[tuple[Part, torch.Tensor]]:
+    """On the main rank what every rank has trained of a unit; the others send it."""
+    for rank in range(ranks.size):
+        for part in unit.shard.of_rank(rank).trained_parts:
+            values = torch.empty(part.stop - part.start)
+            if rank == ranks.rank:
+                values = unit.weights[part.at : part.at + values.numel()].float().cpu()
+            if rank and rank == ranks.rank:
+                ranks.send_to_main(values)
+            elif rank and ranks.is_main:
+                ranks.receive(values, rank)
+            if ranks.is_main:
+                yield part, values
 
 
 def _speed(arguments: argparse.Namespace, ranks: Ranks, device: torch.device) -> dict[str, Any]:
@@ -187,6 +194,7 @@ def _speed(arguments: argparse.Namespace, ranks: Ranks, device: torch.device) ->
         state = ModelState(
             spec.units, "bfloat16", device=device, share=share,
             device_units=config.device_units or 0,
+            sections=plan_sections(spec, config.expert_slices or 1, config.device_units or 0),
         )  # fmt: skip
         _fill(state)
         batches = [
@@ -271,8 +279,8 @@ def _fill(state: ModelState) -> None:
             unit.weights[start:stop].copy_(piece[: stop - start])
         for param in unit.layout.params:
             if len(param.shape) < 2:
-                own, _ = unit.shard.own(param.offset, param.numel)
-                unit.weights[own].fill_(1.0)
+                for own, _ in unit.shard.own(param.offset, param.numel):
+                    unit.weights[own].fill_(1.0)
 
 
 if __name__ == "__main__":

@@ -112,9 +112,10 @@ rounding: a token's experts are summed in another order (with two a token, Qwen3
 OLMoE are bitwise the same in float32 on a CPU, gpt-oss is not);
 balancing loss, load, idle experts and the check that recompute routes alike hold as they do
 there. It takes routed experts that lie stacked in one module and run as grouped products, as in
-every family above; the self-test proves a class with slices, too. Refused before anything is
-trained: models without such experts, more slices than a layer has experts, adapters, several
-ranks.
+every family above; the self-test proves a class with slices, too. On several ranks each section is
+shared out by itself: every rank sends its part of each slice, and gradients are summed as those of
+whole layers are (with two ranks and two experts a token the same bits). Refused before anything is
+trained: models without such experts, more slices than a layer has experts, adapters.
 
 ## Packed documents
 

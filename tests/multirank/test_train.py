@@ -134,6 +134,30 @@ def test_balanced_experts_on_two_ranks(crews, configs):
     assert difference(many["checkpoint"], alone.checkpoint) < 1e-3
 
 
+def test_slices_of_experts_on_two_ranks(crews, configs, tmp_path):
+    """The bits of whole layers; a save goes on with other slices, with none, on any ranks."""
+    keys = {"model_config": EXPERTS, "dtype": "float32", "max_grad_norm": 0}
+
+    def sliced(name, num_ranks, slices, **more):
+        engine = {"update_threads": 1, "expert_slices": slices}
+        return configs(name, num_ranks, **keys, **more) | {"engine": engine}
+
+    whole = crews(RANKS).run(ranked_train.run, config=configs("whole", RANKS, **keys))[0]
+    saving = {"save_strategy": "steps", "save_steps": 3}
+    found = crews(RANKS).run(ranked_train.run, config=sliced("run", RANKS, 3, **saving))[0]
+    assert difference(found["checkpoint"], whole["checkpoint"]) == 0
+    saved = tmp_path / "run" / "checkpoint-3"
+    for num_ranks, slices in ((2, 4), (2, 1), (3, 2), (1, 3)):
+        folder = tmp_path / f"on{num_ranks}in{slices}"
+        shutil.copytree(saved, folder / "checkpoint-3")
+        config = sliced(folder.name, num_ranks, slices, resume_from_checkpoint="auto")
+        if num_ranks == 1:
+            checkpoint = train(config).checkpoint
+        else:
+            checkpoint = path_of(crews(num_ranks).run(ranked_train.run, config=config)[0])
+        assert difference(checkpoint, whole["checkpoint"]) <= (0 if num_ranks == RANKS else 2e-4)
+
+
 def test_adapters_with_dropout_on_two_ranks(crews, configs, tmp_path):
     """Frozen weights are shared out, too; rows drop the same elements wherever they are."""
     base = train(configs("base", dtype="float32") | {"max_steps": 1}).checkpoint
@@ -167,6 +191,19 @@ def test_every_number_of_ranks_loads_the_same_bits(crews, configs, dtype):
     assert planes["layers.0", "exp_avg"].abs().sum() > 0
     for num_ranks in (2, 3):
         shards = crews(num_ranks).run(ranked.loaded, path=path, dtype=dtype)
+        found = ranked.joined(shards)
+        assert all(torch.equal(found[key], plane) for key, plane in planes.items())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_slices_hold_the_bits_that_whole_layers_do(crews, configs, dtype):
+    config = configs("run", RANKS, dtype=dtype, model_config=EXPERTS)
+    config["engine"] |= {"expert_slices": 2}
+    path = path_of(crews(RANKS).run(ranked_train.run, config=config)[0])
+    planes = ranked.joined([ranked.loaded(Ranks(), path=path, dtype=dtype)])
+    assert planes["layers.0", "exp_avg"].abs().sum() > 0
+    for num_ranks, slices in ((2, 3), (3, 4)):
+        shards = crews(num_ranks).run(ranked.loaded, path=path, dtype=dtype, slices=slices)
         found = ranked.joined(shards)
         assert all(torch.equal(found[key], plane) for key, plane in planes.items())
 

@@ -1,12 +1,14 @@
 """Layers whose experts are sent in slices: the same step, in windows that hold less."""
 
 import re
+import time
 
 import pytest
 import torch
 from transformers import AutoConfig
 
 from headrace.engine import AdamWConfig
+from headrace.engine.update import Updater
 from headrace.errors import ConfigError
 from headrace.models.lora import LoraSettings
 from headrace.models.slices import ExpertsStub, SliceOfExperts, plan_sections
@@ -276,6 +278,23 @@ def test_frozen_parts_of_sliced_layers(frozen):
     sliced, others = train("mixtral", values=trainable, steps=2, expert_slices=3)
     assert [r.loss for r in sliced] == [r.loss for r in results]
     assert differing(others, bits) == []
+
+
+def test_a_gradient_waits_for_moments_also_behind_slices_that_return_nothing(monkeypatch):
+    """Frozen experts return first, and nothing: what follows them must wait all the same."""
+    finish = Updater._finish_moments
+
+    def slowly(self, *arguments):
+        time.sleep(0.03)
+        finish(self, *arguments)
+
+    monkeypatch.setattr(Updater, "_finish_moments", slowly)
+    values = {"trainable": lambda name: "experts" not in name}
+    found = [
+        train("mixtral", values=values, update_order=order, expert_slices=3)[1]
+        for order in ("together", "weights_first")
+    ]
+    assert differing(*found) == []
 
 
 def test_evaluation_scores_and_hidden_states_of_sliced_layers():

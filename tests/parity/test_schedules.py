@@ -129,9 +129,9 @@ def test_units_are_sent_in_the_order_of_their_use(settings, monkeypatch):
     sent = []
     fetch = windows.Windows._fetch
 
-    def noting(self, unit, slot):
+    def noting(self, unit, slot, *section):
         sent.append(unit)
-        fetch(self, unit, slot)
+        fetch(self, unit, slot, *section)
 
     monkeypatch.setattr(windows.Windows, "_fetch", noting)
     spec, state = tiny_state(tiny_config())

@@ -14,6 +14,7 @@ from headrace.store.layout import (
     plan_unit,
     split_range,
 )
+from headrace.store.ranges import norm_grids
 
 shapes = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple)
 params = st.lists(st.tuples(shapes, st.booleans()), min_size=0, max_size=12).map(
@@ -63,7 +64,7 @@ def test_segments_cover_the_trainable_range(given_params, num_groups):
     def group_of(param: ParamSpec):
         return hash(param.name) % num_groups
 
-    segments = plan_segments(layout, group_of)
+    segments = plan_segments(layout, group_of, norm_grids(layout))
     ends = [0, *(segment.stop for segment in segments)]
     assert [segment.start for segment in segments] == ends[:-1]
     assert ends[-1] == layout.num_trainable
@@ -86,7 +87,7 @@ def test_matrices_and_vectors_form_two_ranges():
             ("b.bias", "b.bias", (3,), True),
         ],
     )
-    segments = plan_segments(layout, lambda param: len(param.shape) >= 2)
+    segments = plan_segments(layout, lambda param: len(param.shape) >= 2, norm_grids(layout))
     assert [segment.group for segment in segments] == [True, False]
 
 

@@ -5,15 +5,17 @@ from types import SimpleNamespace
 
 import torch
 
+from headrace.store.layout import plan_unit
+from headrace.store.ranges import Share, unit_shard
 from headrace.trainer.saving import Saver
 
 
 def test_a_failed_run_reads_the_state_no_more(tmp_path):
     """Its memory is given back next: a save that went on would read what is not there."""
-    weights = torch.zeros(4)
-    unit = SimpleNamespace(
-        weights=weights, planes={}, num_bytes=16, shard=SimpleNamespace(trained=range_of(4))
-    )
+    weights = torch.zeros(128)
+    layout = plan_unit("head", [("w", "w", (4,), True)])
+    shard = unit_shard(layout, Share(num_ranks=2))
+    unit = SimpleNamespace(weights=weights, planes={}, num_bytes=16, shard=shard)
     state = SimpleNamespace(
         units=[unit] * 50, layouts=[], dtype="float32", optimizer_step=1, snapshot=None
     )
@@ -32,7 +34,3 @@ def test_a_failed_run_reads_the_state_no_more(tmp_path):
     saver.close(give_up=False)
     assert len(sent) < 50
     assert state.snapshot is None  # the thread has ended, and updates that waited go on
-
-
-def range_of(count):
-    return SimpleNamespace(numel=count)

@@ -9,6 +9,7 @@ import itertools
 from typing import TYPE_CHECKING
 
 from headrace.engine.slots import GradientSlot
+from headrace.store.ranges import section_shard
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from headrace.engine.exposure import Exposure
+    from headrace.store.ranges import Share
     from headrace.store.sections import Section
 
 
@@ -25,7 +27,7 @@ class Accumulators:
     def __init__(
         self,
         sections: Sequence[tuple[Section, ...]],
-        sizes: Sequence[int],
+        share: Share,
         *,
         num_slots: int,
         device: torch.device,
@@ -35,15 +37,15 @@ class Accumulators:
 
         Args:
             sections: of all units; each has a gradient of its own.
-            sizes: elements of each one's gradient, with what an exchange between ranks adds.
+            share: of the gradients that returns: an exchange between ranks adds to their sizes.
             num_slots: accumulators that sections of layers take turns in.
             device: of compute.
             exposure: told of waits.
         """
         self._sections = sections
         self._sizes = [
-            [size] if len(parts) == 1 else [part.layout.num_trainable for part in parts]
-            for parts, size in zip(sections, sizes, strict=True)
+            [section_shard(part.layout, share).gradient_size for part in parts]
+            for parts in sections
         ]
         counts = [len(parts) for parts in sections[1:-1]]
         self._first = [0, *itertools.accumulate(counts)]  # number of each layer's first section

@@ -56,7 +56,7 @@ class DeviceOptimizer:
         A slot of the unit's own keeps it in place; one that is shared, or that other ranks'
         parts lie in, may be overwritten by later compute.
         """
-        piece = self._state.shards[unit].trained
+        piece = self._state.shards[unit].sections[0].trained  # units on the device are whole
         source = slot.flat[piece.start : piece.stop]
         moves = slot.shared or not self._state.shards[unit].is_whole
         if moves:
@@ -75,7 +75,7 @@ class DeviceOptimizer:
         """Memory for the gradient of a unit that does not stay in its slot."""
         retained = self._retained.get(unit)
         if retained is None:
-            size = self._state.shards[unit].trained.numel
+            size = self._state.shards[unit].num_trained
             retained = torch.empty(size, dtype=self._dtype, device=self._device)
             self._retained[unit] = retained
         return retained

@@ -1,8 +1,8 @@
 """The lane in which ranks exchange what each holds of a unit.
 
-A unit is sent by shards, one from each rank's host, and gathered in place in the weight slot; its
-gradient is summed over ranks in place, each rank keeping the sum of its shard. So what passes
-between host and device does not depend on the number of ranks.
+A unit, or a section of one, is sent by shards, one from each rank's host, and gathered in place in
+the weight slot; its gradient is summed over ranks in place, each rank keeping the sum of its shard.
+So what passes between host and device does not depend on the number of ranks.
 
 Invariant: all collectives of a run's units are jobs of this one lane, submitted by the thread that
 runs the step, in the order of the step's plan, which is the same on every rank: no two ranks ever
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from headrace.engine.slots import GradientSlot
     from headrace.engine.trace import Tracer
     from headrace.parallel.ranks import Ranks
+    from headrace.store.layout import UnitLayout
     from headrace.store.ranges import Piece
     from headrace.store.state import ModelState
 
@@ -68,22 +69,27 @@ class Exchange:
         """End the lane."""
         self._lane.close()
 
-    def gather(self, unit: int, flat: torch.Tensor, piece: Piece, sent: Ticket) -> Ticket:
-        """Complete a piece of a unit in its slot, where this rank's own part was sent."""
+    def gather(self, flat: torch.Tensor, piece: Piece, sent: Ticket, label: str) -> Ticket:
+        """Complete a piece of a section in its slot, where this rank's own part was sent."""
         size = piece.size
         whole = flat[piece.begin : piece.reach]
         own = whole[piece.share.rank * size : (piece.share.rank + 1) * size]
         return self._lane.submit(
             lambda: self._ranks.all_gather(whole, own),
             [sent],
-            label=self._state.layouts[unit].name,
+            label=label,
         )
 
-    def join_low_halves(self, unit: int, flat: torch.Tensor) -> Ticket | None:
+    def join_low_halves(self, unit: int, flat: torch.Tensor, sent_as: UnitLayout) -> Ticket | None:
         """Bring low halves of what is trained in float32 to where :meth:`Slot.expand` reads them.
 
         They are updated where their upper halves are, and lie elsewhere in the unit, so that they
         are no piece of it: ranks add what each has, as bytes, to the zeros of the others.
+
+        Args:
+            unit: which.
+            flat: the slot.
+            sent_as: layout of what is in it: the unit, or its section without experts.
 
         Returns:
             None when the unit has none.
@@ -94,28 +100,29 @@ class Exchange:
             return None
         remainder = state.remainder
         sizes = [param.numel for param in params]
+        places = {param.local_name: param.low_slice for param in sent_as.float32_params}
 
         def work() -> None:
             lows = torch.zeros(sum(sizes), dtype=torch.int16, device=self._device)
             for param, low in zip(params, torch.split(lows, sizes), strict=True):
-                own, given = state.shard.own(param.offset, param.numel)
-                low[given].copy_(remainder[own])
+                for own, given in state.shard.own(param.offset, param.numel):
+                    low[given].copy_(remainder[own])
             self._ranks.all_reduce(lows.view(torch.uint8))
             for param, low in zip(params, torch.split(lows, sizes), strict=True):
-                flat[param.low_slice].copy_(low.view(torch.bfloat16))
+                flat[places[param.local_name]].copy_(low.view(torch.bfloat16))
 
         return self._lane.submit(work, label=state.layout.name)
 
-    def reduce(self, unit: int, slot: GradientSlot) -> Ticket:
-        """Sum a unit's gradient over ranks; this rank's part of the sum lies in its place."""
-        piece = self._state.shards[unit].trained
+    def reduce(self, unit: int, section: int, slot: GradientSlot, label: str) -> Ticket:
+        """Sum a section's gradient over ranks; this rank's part of the sum lies in its place."""
+        piece = self._state.shards[unit].sections[section].trained
         whole = slot.flat[: piece.reach]
         own = whole[piece.share.rank * piece.size : (piece.share.rank + 1) * piece.size]
         after: Iterable[Mark] = [Mark.here(self._device)]
         return self._lane.submit(
             lambda: self._ranks.reduce_scatter(own, whole),
             after,
-            label=self._state.layouts[unit].name,
+            label=label,
         )
 
     def joined(self, norms: torch.Tensor) -> torch.Tensor:

@@ -6,22 +6,25 @@ or, when refused, not at all. Not thread-safe: the update lane is the only calle
 
 from __future__ import annotations
 
+import bisect
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import NumericsError
 from headrace.kernels.headroom import Headroom, Store
-from headrace.store.layout import cut_segments, plan_segments, split_range
+from headrace.store.layout import Grid, plan_segments
+from headrace.store.ranges import norm_grids
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
     from headrace.engine.config import AdamWConfig
     from headrace.kernels.calls import HostKernels
     from headrace.store.layout import ParamSpec
+    from headrace.store.sections import Section
     from headrace.store.state import ModelState
 
 
@@ -53,6 +56,7 @@ class Chunk:
         start: first element, counted through the whole unit.
         stop: element after the last.
         group: parameter group.
+        grid: on which it was cut.
     """
 
     unit: int
@@ -60,6 +64,7 @@ class Chunk:
     start: int
     stop: int
     group: int
+    grid: Grid
 
 
 class HostOptimizer:
@@ -73,11 +78,11 @@ class HostOptimizer:
         *,
         num_threads: int,
         chunk_elements: int,
-        cuts: Mapping[int, Sequence[int]] | None = None,
+        sections: Sequence[tuple[Section, ...]],
     ) -> None:
         """Plan the chunks, cut at multiples of ``chunk_elements``; start the kernels' threads.
 
-        ``cuts`` are elements, by unit, that chunks and blocks of norms do not reach over.
+        Chunks and blocks of norms do not reach over ``sections`` of a unit.
         """
         self._state = state
         self._optimizer = optimizer
@@ -87,23 +92,24 @@ class HostOptimizer:
         self._correct = kernels.correct_split if split else kernels.correct_float32
         self._pool = kernels.Pool(num_threads)
         self.segments = [
-            cut_segments(plan_segments(layout, self._group_of), (cuts or {}).get(unit, ()))
-            for unit, layout in enumerate(state.layouts)
+            plan_segments(layout, self._group_of, norm_grids(layout, parts))
+            for layout, parts in zip(state.layouts, sections, strict=True)
         ]
         self.chunks: list[list[Chunk]] = []
+        self._places: dict[Chunk, slice] = {}
         for unit, segments in enumerate(self.segments):
-            piece = state.shards[unit].trained
-            bounds = [
-                (max(segment.start, piece.start), min(segment.stop, piece.stop), segment.group)
-                for segment in segments
-            ]
-            ranges = [
-                (start, stop, group)
-                for first, last, group in bounds
-                if first < last
-                for start, stop in split_range(first, last, chunk_elements)
-            ]
-            self.chunks.append([Chunk(unit, i, *r) for i, r in enumerate(ranges)])
+            chunks: list[Chunk] = []
+            starts = [segment.start for segment in segments]
+            for part in state.shards[unit].trained_parts:
+                reached = bisect.bisect_right(starts, part.start) - 1
+                for segment in segments[reached : bisect.bisect_left(starts, part.stop)]:
+                    first, last = max(segment.start, part.start), min(segment.stop, part.stop)
+                    for start, stop in segment.grid.split(first, last, chunk_elements):
+                        chunk = Chunk(unit, len(chunks), start, stop, segment.group, segment.grid)
+                        at = part.at + start - part.start
+                        self._places[chunk] = slice(at, at + stop - start)
+                        chunks.append(chunk)
+            self.chunks.append(chunks)
         self._headroom = {chunk: Headroom() for unit in self.chunks for chunk in unit}
 
     def close(self) -> None:
@@ -178,8 +184,7 @@ class HostOptimizer:
 
     def own(self, chunk: Chunk) -> slice:
         """Where a chunk lies in this rank's planes."""
-        begin = self._state.shards[chunk.unit].trained.start
-        return slice(chunk.start - begin, chunk.stop - begin)
+        return self._places[chunk]
 
     def factors(self, chunk: Chunk, settings: UpdateSettings) -> dict[str, Any]:
         """What AdamW takes for a chunk besides arrays and scales: its group's settings."""

@@ -1,8 +1,9 @@
 """Norms of a step's gradients over blocks of fixed length.
 
-Invariant: where a unit's blocks begin and end depends on the unit alone (its parameter groups and
-:func:`headrace.store.ranges.norm_block`), and the sum over all of them has one order; so the norm
-depends neither on chunks, nor on threads, nor on how many ranks share the blocks.
+Invariant: where a unit's blocks begin and end depends on the unit alone, and what it is sent in
+(its parameter groups and :func:`headrace.store.ranges.norm_grids`), and the sum over all of them
+has one order; so the norm depends neither on chunks, nor on threads, nor on how many ranks share
+the blocks.
 """
 
 from __future__ import annotations
@@ -14,14 +15,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from headrace.store.layout import split_range
-from headrace.store.ranges import norm_block
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from headrace.engine.host_optimizer import Chunk
-    from headrace.store.layout import Segment, UnitLayout
+    from headrace.store.layout import Segment
 
 
 class BlockNorms:
@@ -29,7 +27,6 @@ class BlockNorms:
 
     def __init__(
         self,
-        layouts: Sequence[UnitLayout],
         segments: Sequence[Sequence[Segment]],
         chunks: Sequence[Sequence[Chunk]],
         *,
@@ -38,19 +35,17 @@ class BlockNorms:
         """Number the blocks of all units; no chunk ends within a block.
 
         Args:
-            layouts: of all units.
-            segments: by unit, what shares optimizer settings.
+            segments: by unit, what shares optimizer settings and a grid.
             chunks: by unit, what this rank records.
             pinned: the device writes to them.
         """
-        self._block = [norm_block(layout) for layout in layouts]
         places: dict[Chunk, slice] = {}
         total = 0
         for unit, parts in enumerate(segments):
             starts = [
                 start
                 for part in parts
-                for start, _ in split_range(part.start, part.stop, self._block[unit])
+                for start, _ in part.grid.split(part.start, part.stop, part.grid.block)
             ]
             for chunk in chunks[unit]:
                 first = bisect.bisect_left(starts, chunk.start)
@@ -62,8 +57,8 @@ class BlockNorms:
 
     def record(self, chunk: Chunk, values: torch.Tensor) -> None:
         """Take the norms of a chunk's values, in the current stream."""
-        block, numel = self._block[chunk.unit], values.numel()
-        head = min(-chunk.start % block, numel)  # up to where the grid goes on
+        block, numel = chunk.grid.block, values.numel()
+        head = min((chunk.grid.origin - chunk.start) % block, numel)  # up to where the grid goes on
         tail = (numel - head) % block
         norms = []
         if head:

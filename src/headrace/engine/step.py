@@ -27,6 +27,7 @@ from headrace.engine.exposure import Exposure
 from headrace.engine.host_optimizer import UpdateSettings
 from headrace.engine.lanes import Mark, indexed_device, random_delay
 from headrace.engine.passes import Passes
+from headrace.engine.refusals import checked_sections
 from headrace.engine.results import EvalResult, StepResult
 from headrace.engine.routing import StepRouting
 from headrace.engine.sliced import SlicedLayers
@@ -38,7 +39,6 @@ from headrace.errors import ConfigError, DataError
 from headrace.models.capture import CallCapture
 from headrace.models.compiling import CompileCounts, Compiler
 from headrace.models.scores import ScoreRecorder, TokenScores
-from headrace.models.slices import check_slices, plan_sections
 from headrace.models.templates import Templates
 from headrace.parallel.ranks import Ranks
 
@@ -88,18 +88,7 @@ class Engine:
         self._dropout_seed = dropout_seed
         self.ranks = ranks or Ranks()
         assert state.share.num_ranks == self.ranks.size, "the state is sharded otherwise"
-        if self.config.device_units not in (None, state.device_units):
-            raise ConfigError(
-                f"engine.device_units is {self.config.device_units}, but the state was allocated "
-                f"with {state.device_units} units on the device"
-            )
-        if self.config.rows_per_micro_batch is not None and spec.is_balanced:
-            raise ConfigError(
-                f"engine.rows_per_micro_batch is {self.config.rows_per_micro_batch}, but a loss "
-                "over the tokens of each micro-batch balances this model's experts, and cutting "
-                "changes it",
-                remedy="leave it out and lower per_device_train_batch_size instead",
-            )
+        sections = checked_sections(self.config, spec, state)
         # On the CPU a bf16 model computes in fp32, upcast as it enters the slot: bf16 matmuls are
         # 10x slower on processors without bf16 units.
         cuda = self.device.type == "cuda"
@@ -107,8 +96,6 @@ class Engine:
         self.compute_dtype = torch.bfloat16 if bfloat16 else torch.float32
         compile_layers = cuda if self.config.compile is None else self.config.compile
         self._compiler = Compiler(self.config.compile_backend) if compile_layers else None
-        check_slices(spec, self.config.expert_slices or 1, self.ranks.size)
-        sections = plan_sections(spec, self.config.expert_slices or 1, state.device_units)
         templates = Templates(
             spec,
             compiler=self._compiler,
@@ -153,7 +140,7 @@ class Engine:
         )
         self._accumulators = Accumulators(
             sections,
-            [shard.gradient_size for shard in state.shards],
+            state.share,
             num_slots=self.config.gradient_slots,
             device=self.device,
             exposure=self._exposure,

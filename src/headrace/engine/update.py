@@ -65,11 +65,11 @@ class Updater:
         *,
         tracer: Tracer | None = None,
         exchange: Exchange | None = None,
-        sections: Sequence[tuple[Section, ...]] = (),
+        sections: Sequence[tuple[Section, ...]],
     ) -> None:
         """Allocate room for the returned gradients and start both lanes.
 
-        ``sections`` of the units that return in several.
+        ``sections`` are what units return in.
 
         Raises:
             CapacityError: the host cannot hold the returned gradients.
@@ -77,6 +77,7 @@ class Updater:
         self.state = state
         self._device = device
         self._exchange = exchange
+        self._sections = sections
         wanted = config.gradient_dtype or state.dtype
         self._dtype = torch.bfloat16 if wanted == "bfloat16" else torch.float32
         blocks = max(1, config.chunk_bytes // self._dtype.itemsize // NORM_BLOCK)
@@ -86,14 +87,10 @@ class Updater:
             kernels.load(),
             num_threads=config.update_threads or kernels.num_usable_cores(),
             chunk_elements=blocks * NORM_BLOCK,
-            cuts={
-                unit: [span.start for section in parts for span in section.spans]
-                for unit, parts in enumerate(sections)
-                if len(parts) > 1
-            },
+            sections=sections,
         )
         counts = [
-            0 if unit.on_device else shard.trained.numel
+            0 if unit.on_device else shard.num_trained
             for unit, shard in zip(state.units, state.shards, strict=True)
         ]
         self._arena = Arena(
@@ -108,7 +105,6 @@ class Updater:
             offset += count * self._dtype.itemsize
         self._arrays = [_as_numpy(pending) for pending in self._pending]
         self._norms = BlockNorms(
-            state.layouts,
             self._optimizer.segments,
             self._optimizer.chunks,
             pinned=device.type == "cuda",
@@ -128,7 +124,7 @@ class Updater:
         self._weights_first = config.update_order == "weights_first"
         self._late: set[Chunk] = set()  # whose moments are still those of the step before
         self._returned: list[Ticket | None] = [None] * len(counts)
-        self._returning = -1  # the unit that returned last
+        self._returning = -1  # the unit of which something was sent to the host last
         self.updated: list[Ticket | Mark | None] = [None] * len(counts)
         self._moments_updated: list[Ticket | None] = [None] * len(counts)
 
@@ -142,15 +138,15 @@ class Updater:
         unit: int,
         slot: GradientSlot,
         early: UpdateSettings | None,
-        section: Section | None = None,
+        section: int = 0,
     ) -> Ticket | None:
-        """Send a unit's complete gradient to the host.
+        """Send the complete gradient of a unit, or of a section, to the host.
 
         Args:
             unit: index of the unit.
             slot: holds its gradient; may be overwritten once the returned ticket is done.
             early: update chunks that pass their gate as they land, with these settings.
-            section: that the slot holds, of a unit that returns in several, one after another.
+            section: of a unit that returns in several, one after another.
 
         Returns:
             The last transfer, or None when there is none: nothing of the unit is trained, or its
@@ -166,34 +162,35 @@ class Updater:
             self.updated[unit],
             self._moments_updated[unit],
         ]
+        part = self._sections[unit][section]
+        label = part.layout.name
+        if len(self._sections[unit]) > 1 and self._returning == unit:
+            after = after[:1]  # the lane is past the others: they held back what was sent before
         ticket = None
-        if self._exchange is not None and self.state.layouts[unit].num_trainable:
-            ticket = self._exchange.reduce(unit, slot)
+        if self._exchange is not None and part.layout.num_trainable:
+            ticket = self._exchange.reduce(unit, section, slot, label)
             after.append(ticket)
         if on_device:
             self._on_device.reserve(unit)  # by the thread that allocates for compute
             ticket = self._d2h.submit(
                 lambda: self._on_device.retain(unit, slot),
                 after,
-                label=self.state.layouts[unit].name,
+                label=label,
             )
             slot.returned = self._returned[unit] = ticket
             return ticket
-        if section is not None and self._returning == unit:
-            after = after[:1]  # the lane is past the others: they held back the first section
-        self._returning = unit
-        label = (section or self.state.units[unit]).layout.name
         for chunk in self._optimizer.chunks[unit]:
-            at = chunk.start if section is None else section.place(chunk.start)
+            at = part.place(chunk.start)
             if at is None:
                 continue
+            self._returning = unit
             work = self._return_work(chunk, slot, at)
             ticket = self._d2h.submit(work, after, label=label)
             after = []
             if early is not None:
                 self.updated[unit] = self._submit_early(chunk, early, ticket)
         slot.returned = ticket
-        self._returned[unit] = ticket or (None if section is None else self._returned[unit])
+        self._returned[unit] = ticket or self._returned[unit]
         return ticket
 
     def _return_work(self, chunk: Chunk, slot: GradientSlot, at: int) -> Callable[[], None]:

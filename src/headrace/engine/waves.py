@@ -280,8 +280,7 @@ class Waves:
                 wave=wave,
             )
             if last and use.stage != "open":
-                part = self._sections[unit][section]
-                self._updater.return_gradient(unit, accumulator, early, part)
+                self._updater.return_gradient(unit, accumulator, early, section)
 
     def _bring_back(self, record: LayerRecord) -> None:
         if self._offload is not None and record.activations is not None:

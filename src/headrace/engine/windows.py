@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from headrace.engine.lanes import Lane, Mark
 from headrace.engine.schedule import Phase, Use, fetches_after, plan_uses
 from headrace.engine.slots import Slot, full_size
+from headrace.store.ranges import section_shard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -68,13 +69,14 @@ class Windows:
             for index, unit in enumerate(state.units)
             if unit.on_device and unit.weights.dtype == dtype and unit.shard.is_whole
         }
-        sizes = [shard.slot_size for shard in state.shards]
+        sizes = [
+            [section_shard(part.layout, state.share).slot_size for part in parts]
+            for parts in sections
+        ]
         streamed = [i for i in range(1, len(layouts) - 1) if i not in own]
-        pieces = [section for i in streamed for section in sections[i]]
+        pieces = [size for i in streamed for size in sizes[i]]
         num_slots = max(2, min(config.weight_slots, len(pieces) + 1)) if streamed else 0
-        size = max(
-            (sizes[p.unit] if self._is_whole(p.unit) else p.layout.size for p in pieces), default=0
-        )
+        size = max(pieces, default=0)
         most = max((full[i] for i in streamed), default=0)
         self.layers = [Slot(size, dtype, device, full_size=most) for _ in range(num_slots)]
         self._num_streaming = num_slots
@@ -83,8 +85,10 @@ class Windows:
             if 0 < index < len(layouts) - 1:
                 self._resident[index - 1] = len(self.layers)
                 self.layers.append(slot)
-        self.embed = own.get(0) or Slot(sizes[0], dtype, device, full_size=full[0])
-        self.head = own.get(len(layouts) - 1) or Slot(sizes[-1], dtype, device, full_size=full[-1])
+        self.embed = own.get(0) or Slot(sizes[0][0], dtype, device, full_size=full[0])
+        self.head = own.get(len(layouts) - 1) or Slot(
+            sizes[-1][0], dtype, device, full_size=full[-1]
+        )
         self._streams_ends = (0 not in own, len(layouts) - 1 not in own)
         self._tracer = exposure.tracer
         self._h2d = Lane(
@@ -188,33 +192,22 @@ class Windows:
 
     def fetch_for(self, use: Use) -> None:
         """Queue the transfer that a use needs."""
-        slot = self.layers[use.slot]
-        if use.stage == "whole":
-            self._fetch(1 + use.layer, slot)
-        else:
-            self._fetch_section(self._section(use), slot)
+        self._fetch(1 + use.layer, self.layers[use.slot], use.section)
 
     def mark_free(self, use: Use) -> None:
         """The slot of a use may be refilled after this point of the compute stream."""
         self.layers[use.slot].free = Mark.here(self._device)
 
-    def _fetch(self, unit: int, slot: Slot) -> None:
-        state = self._state.units[unit]
-        after: list[Ticket | Mark | None] = [self._updater.updated[unit], slot.free]
-        for number, (piece, at) in enumerate(state.shard.pieces):
-            send = self._send(state, slot, piece, at, first=number == 0)
-            sent = slot.ready = self._h2d.submit(send, after, label=state.layout.name)
-            if number == 0:
-                slot.sent = sent
-            if self._exchange is not None:
-                slot.ready = self._exchange.gather(unit, slot.flat, piece, sent)
-            after = [slot.ready]  # a gathered piece reaches into the next one's place
-        if self._exchange is not None:
-            slot.ready = self._exchange.join_low_halves(unit, slot.flat) or slot.ready
+    def _fetch(self, unit: int, slot: Slot, number: int = 0) -> None:
+        """Queue the transfer of a unit, or of its section of this number."""
+        section, after = self._sections[unit][number], [self._updater.updated[unit], slot.free]
+        if self._exchange is None:
+            work = self._send_spans(self._state.units[unit], section, slot)
+            slot.sent = slot.ready = self._h2d.submit(work, after, label=section.layout.name)
+        else:
+            self._fetch_shards(self._exchange, section, number, slot, after)
 
-    def _fetch_section(self, section: Section, slot: Slot) -> None:
-        state = self._state.units[section.unit]
-
+    def _send_spans(self, state: UnitState, section: Section, slot: Slot) -> Callable[[], None]:
         def work() -> None:
             if self._poison:
                 slot.poison()
@@ -224,20 +217,38 @@ class Windows:
                 target = slot.flat[span.at : span.at + span.stop - span.start]
                 target.copy_(state.weights[span.start : span.stop], non_blocking=True)
 
-        after = [self._updater.updated[section.unit], slot.free]
-        slot.sent = slot.ready = self._h2d.submit(work, after, label=section.layout.name)
+        return work
 
-    def _send(
+    def _fetch_shards(
+        self,
+        exchange: Exchange,
+        section: Section,
+        number: int,
+        slot: Slot,
+        after: list[Ticket | Mark | None],
+    ) -> None:
+        """Send what is here of a section, piece by piece, and gather what others have."""
+        state, label = self._state.units[section.unit], section.layout.name
+        for index, (piece, at) in enumerate(state.shard.pieces(number)):
+            send = self._send_piece(state, slot, piece, at, first=index == 0)
+            sent = self._h2d.submit(send, after, label=label)
+            if index == 0:
+                slot.sent = sent
+            slot.ready = exchange.gather(slot.flat, piece, sent, label)
+            after = [slot.ready]  # a gathered piece reaches into the next one's place
+        if section.experts is None:
+            joined = exchange.join_low_halves(section.unit, slot.flat, section.layout)
+            slot.ready = joined or slot.ready
+
+    def _send_piece(
         self, state: UnitState, slot: Slot, piece: Piece, at: int, *, first: bool
     ) -> Callable[[], None]:
         source = state.weights[at : at + piece.numel]
         target = slot.flat[piece.start : piece.stop]
 
         def work() -> None:
-            if first:
-                if self._poison:
-                    slot.poison()
-                state.refresh_low_halves()
+            if first and self._poison:
+                slot.poison()
             target.copy_(source, non_blocking=True)
 
         return work

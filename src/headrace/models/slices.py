@@ -107,22 +107,15 @@ def most_slices(spec: ModelSpec) -> int:
     return min((experts.num_experts for experts in spec.experts.values()), default=1)
 
 
-def check_slices(spec: ModelSpec, num_slices: int, num_ranks: int) -> None:
+def check_slices(spec: ModelSpec, num_slices: int) -> None:
     """Refuse what cannot be cut.
 
     Raises:
-        ConfigError: the model has no experts that can be, or fewer; it has adapters; there are
-            several ranks.
+        ConfigError: the model has no experts that can be, or fewer; it has adapters.
     """
     if num_slices == 1:
         return
     given = f"engine.expert_slices is {num_slices}, but "
-    if num_ranks > 1:
-        raise ConfigError(
-            f"{given}the experts of a layer are sent in slices by one rank alone, and there are "
-            f"{num_ranks}",
-            remedy="leave it out",
-        )
     if spec.adapters is not None:
         raise ConfigError(
             f"{given}layers with adapters are sent whole",

@@ -115,7 +115,7 @@ def choose(model: Architecture, job: Job, machine: Machine, features: Features) 
         return not choice.fits, choice.speed.step_seconds if choice.fits else overflow(choice)
 
     found: list[Choice] = []
-    for count in _slice_counts(model, job, machine.num_gpus):
+    for count in _slice_counts(model, job):
         sliced = replace(job, expert_slices=count)
         found.append(min(choices(model, sliced, machine, features), key=order))
         if found[-1].fits:
@@ -123,9 +123,9 @@ def choose(model: Architecture, job: Job, machine: Machine, features: Features) 
     return min(found, key=order)
 
 
-def _slice_counts(model: Architecture, job: Job, num_gpus: int) -> list[int]:
+def _slice_counts(model: Architecture, job: Job) -> list[int]:
     """Numbers of slices of experts to try, the fewest first."""
-    most, given = most_slices(model, job, num_gpus), job.expert_slices
+    most, given = most_slices(model, job), job.expert_slices
     if given is None:
         return [*itertools.takewhile(lambda n: n < most, (1 << p for p in itertools.count())), most]
     if given > most:
@@ -133,7 +133,7 @@ def _slice_counts(model: Architecture, job: Job, num_gpus: int) -> list[int]:
             f"engine.expert_slices is {given}, and here the experts of a layer can be sent in at "
             f"most {most}",
             remedy="leave it out: only layers of experts can be cut, as many times as they have "
-            "experts, on one card and without adapters",
+            "experts, and without adapters",
         )
     return [given]
 

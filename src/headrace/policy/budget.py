@@ -3,7 +3,7 @@
 Counts what the engine allocates (slots, accumulators, resident state) and what a step holds at its
 peak, the end of forward, when the activations of a wave, the head's chunk and a layer's temporaries
 exist together. Of several ranks it counts one: its shard of state and gradients, and slots that
-hold whole units. Pure.
+hold whole units, or sections of them. Pure.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from headrace.policy.elements import (
     row_elements,
     unmultiplied_by_layer,
 )
-from headrace.store.ranges import Share, unit_shard
+from headrace.store.ranges import Share, section_shard, unit_shard
 from headrace.units import format_bytes
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from headrace.engine.config import EngineConfig, Leaving
     from headrace.models.spec import ModelSpec
-    from headrace.store.ranges import UnitShard
     from headrace.store.state import StateDtype
 
 _BF16, _FP32, _INDEX = 2, 4, 8
@@ -126,54 +125,80 @@ def step_budget(
         cpu: the model runs on the host.
         num_ranks: that share the state; the figures are those of one.
     """
-    shards = _shards(spec, num_ranks)
-    resident = shards[: config.device_units or 0]
-    streamed = shards[len(resident) :]
+    units = _units(spec, config, num_ranks)
+    resident = units[: config.device_units or 0]
+    streamed = units[len(resident) :]
+    alone = num_ranks == 1
     compute = _BF16 if dtype == "bfloat16" and not cpu else _FP32
     returned = _FP32 if config.gradient_dtype == "float32" or dtype == "float32" else _BF16
-    pieces = _pieces(spec, shards, config)
     device = {
-        "state on the device": sum(_state_bytes(shard, dtype) for shard in resident),
-        "gradients kept on the device": returned * _retained_elements(shards, config, workload),
-        "weight slots": compute * _slot_elements(shards, pieces, config),
-        "gradient accumulators": _FP32 * _accumulator_elements(shards, pieces, config, workload),
+        "state on the device": sum(_state_bytes(unit, dtype) for unit in resident),
+        "gradients kept on the device": returned
+        * _retained_elements(units, config, workload, alone=alone),
+        "weight slots": compute * _slot_elements(units, config, alone=alone),
+        "gradient accumulators": _FP32 * _accumulator_elements(units, config, workload),
         "activations": _activation_bytes(spec, config, workload, compute),
         "temporaries": _temporary_bytes(spec, config, workload, compute, cpu=cpu),
     }
     host = {
-        "state": sum(_state_bytes(shard, dtype) for shard in streamed),
-        "returned gradients": sum(returned * shard.trained.numel for shard in streamed),
+        "state": sum(_state_bytes(unit, dtype) for unit in streamed),
+        "returned gradients": sum(returned * unit.trained for unit in streamed),
         "offloaded activations": offloaded_bytes(spec, config, workload, compute),
     }
     return Budget(device=device, host=host)
 
 
-@functools.lru_cache(maxsize=4)  # a search asks for one model thousands of times
-def _shards(spec: ModelSpec, num_ranks: int) -> tuple[UnitShard, ...]:
-    share = Share(num_ranks=num_ranks)
-    return tuple(unit_shard(layout, share) for layout in spec.units)
-
-
-def _state_bytes(shard: UnitShard, dtype: StateDtype) -> int:
-    weights = _BF16 if dtype == "bfloat16" else _FP32
-    return weights * shard.numel + (12 - weights) * shard.trained.numel
-
-
 @dataclass(frozen=True, kw_only=True)
-class _Pieces:
-    """What a layer is sent in: the layer, or its sections. Elements.
+class _Unit:
+    """What a rank holds of a unit, and what that is sent in: the whole, or its sections. Elements.
 
     Attributes:
+        numel: of the rank's weights.
+        trained: of its other planes.
         count: of the pieces.
         slot: of the largest one.
         gradient: of the largest one's.
         gradients: of all of them.
     """
 
+    numel: int
+    trained: int
     count: int
     slot: int
     gradient: int
     gradients: int
+
+
+@functools.lru_cache(maxsize=16)  # a search asks for one model thousands of times
+def _measured(spec: ModelSpec, num_ranks: int, num_slices: int) -> tuple[_Unit, ...]:
+    share, units = Share(num_ranks=num_ranks), []
+    for layout, parts in zip(spec.units, plan_sections(spec, num_slices), strict=True):
+        shard = unit_shard(layout, share, parts)
+        pieces = [section_shard(part.layout, share) for part in parts]
+        units.append(
+            _Unit(
+                numel=shard.numel,
+                trained=shard.num_trained,
+                count=len(pieces),
+                slot=max(piece.slot_size for piece in pieces),
+                gradient=max(piece.gradient_size for piece in pieces),
+                gradients=sum(piece.gradient_size for piece in pieces),
+            )
+        )
+    return tuple(units)
+
+
+def _units(spec: ModelSpec, config: EngineConfig, num_ranks: int) -> Sequence[_Unit]:
+    whole, sliced = _measured(spec, num_ranks, 1), sliced_layers(spec, config)
+    if not sliced:
+        return whole
+    cut = _measured(spec, num_ranks, config.expert_slices or 1)
+    return [pair[index - 1 in sliced] for index, pair in enumerate(zip(whole, cut, strict=True))]
+
+
+def _state_bytes(unit: _Unit, dtype: StateDtype) -> int:
+    weights = _BF16 if dtype == "bfloat16" else _FP32
+    return weights * unit.numel + (12 - weights) * unit.trained
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,13 +206,11 @@ class _Sliced:
     """Sizes of layers whose experts are sent in slices.
 
     Attributes:
-        pieces: by layer.
         rest: elements that the largest layer keeps a token without its experts, and trains.
         row: elements that experts that run by themselves hold of a row.
         slice: elements that its largest slice trains.
     """
 
-    pieces: dict[int, _Pieces]
     rest: tuple[int, int]
     row: int
     slice: int
@@ -195,36 +218,14 @@ class _Sliced:
 
 @functools.lru_cache(maxsize=16)  # as above
 def _sliced(spec: ModelSpec, num_slices: int) -> _Sliced:
-    sections = plan_sections(spec, num_slices)
-    pieces = {}
-    for layer in spec.experts:
-        layouts = [section.layout for section in sections[1 + layer]]
-        pieces[layer] = _Pieces(
-            count=len(layouts),
-            slot=max(layout.size for layout in layouts),
-            gradient=max(layout.num_trainable for layout in layouts),
-            gradients=sum(layout.num_trainable for layout in layouts),
-        )
     largest = max(spec.experts, key=lambda layer: spec.units[1 + layer].size)
-    rest, *slices = (section.layout for section in sections[1 + largest])
+    sections = plan_sections(spec, num_slices)[1 + largest]
+    rest, *slices = (section.layout for section in sections)
     return _Sliced(
-        pieces=pieces,
         rest=(kept_elements_per_token(spec, rest), rest.num_trainable),
         row=row_elements(spec, largest),
         slice=max(layout.num_trainable for layout in slices),
     )
-
-
-def _pieces(spec: ModelSpec, shards: Sequence[UnitShard], config: EngineConfig) -> list[_Pieces]:
-    sliced = sliced_layers(spec, config)
-    pieces = []
-    for layer, shard in enumerate(shards[1:-1]):
-        if layer in sliced:
-            pieces.append(_sliced(spec, config.expert_slices or 1).pieces[layer])
-        else:
-            slot, gradient = shard.slot_size, shard.gradient_size
-            pieces.append(_Pieces(count=1, slot=slot, gradient=gradient, gradients=gradient))
-    return pieces
 
 
 def sliced_layers(spec: ModelSpec, config: EngineConfig) -> frozenset[int]:
@@ -256,37 +257,34 @@ def activations_of(spec: ModelSpec, config: EngineConfig) -> tuple[Leaving, ...]
     return tuple("recompute" if i else what for i, what in zip(reached, plan, strict=True))
 
 
-def _slot_elements(shards: Sequence[UnitShard], pieces: list[_Pieces], config: EngineConfig) -> int:
-    num_resident = config.device_units or 0
-    if not shards[0].is_whole:  # what is on the device is gathered in a slot, too
-        num_resident = 0
-    streamed = pieces[max(0, num_resident - 1) :]
-    num_slots = min(config.weight_slots, sum(p.count for p in streamed) + 1) if streamed else 0
-    elements = num_slots * max((piece.slot for piece in streamed), default=0)
-    elements += 0 if num_resident > 0 else shards[0].slot_size
-    return elements + (0 if num_resident >= len(shards) else shards[-1].slot_size)
+def _slot_elements(units: Sequence[_Unit], config: EngineConfig, *, alone: bool) -> int:
+    # Of several ranks what is on the device is gathered in a slot, too.
+    num_resident = (config.device_units or 0) if alone else 0
+    streamed = units[max(1, num_resident) : -1]
+    num_slots = min(config.weight_slots, sum(u.count for u in streamed) + 1) if streamed else 0
+    elements = num_slots * max((unit.slot for unit in streamed), default=0)
+    elements += 0 if num_resident > 0 else units[0].slot
+    return elements + (0 if num_resident >= len(units) else units[-1].slot)
 
 
-def _accumulator_elements(
-    shards: Sequence[UnitShard], pieces: list[_Pieces], config: EngineConfig, workload: Workload
-) -> int:
-    ends = shards[0].gradient_size + shards[-1].gradient_size
+def _accumulator_elements(units: Sequence[_Unit], config: EngineConfig, workload: Workload) -> int:
+    layers, ends = units[1:-1], units[0].gradient + units[-1].gradient
     if workload.num_waves(config) > 1:
-        return ends + sum(piece.gradients for piece in pieces)
-    count = min(config.gradient_slots, sum(piece.count for piece in pieces))
-    return ends + count * max(piece.gradient for piece in pieces)
+        return ends + sum(unit.gradients for unit in layers)
+    count = min(config.gradient_slots, sum(unit.count for unit in layers))
+    return ends + count * max(unit.gradient for unit in layers)
 
 
 def _retained_elements(
-    shards: Sequence[UnitShard], config: EngineConfig, workload: Workload
+    units: Sequence[_Unit], config: EngineConfig, workload: Workload, *, alone: bool
 ) -> int:
     """Gradients that must leave an accumulator in which layers, or ranks, take turns."""
     num_resident = config.device_units or 0
-    if not shards[0].is_whole:
-        return sum(shard.trained.numel for shard in shards[:num_resident])
+    if not alone:
+        return sum(unit.trained for unit in units[:num_resident])
     if workload.num_waves(config) > 1:
         return 0
-    return sum(s.trained.numel for s in shards[1 : min(num_resident, len(shards) - 1)])
+    return sum(unit.trained for unit in units[1 : min(num_resident, len(units) - 1)])
 
 
 def _activation_bytes(

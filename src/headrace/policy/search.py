@@ -140,9 +140,9 @@ def fitting_choices(
             offload_layers=config.offload_layers or 0,
             expert_slices=slices,
         )
-    check_slices(spec, config.expert_slices or 1, num_ranks)
+    check_slices(spec, config.expert_slices or 1)
     nearest: Budget | None = None
-    for count in _slice_counts(spec, config, num_ranks):
+    for count in _slice_counts(spec, config):
         cut = replace(config, expert_slices=count)
         fitting, missed = _fitting(
             spec, cut, dtype, workload, room=room, rates=rates, num_ranks=num_ranks
@@ -161,10 +161,10 @@ def fitting_choices(
     )
 
 
-def _slice_counts(spec: ModelSpec, config: EngineConfig, num_ranks: int) -> list[int]:
+def _slice_counts(spec: ModelSpec, config: EngineConfig) -> list[int]:
     """Numbers of slices of experts to try: more only where nothing fits with fewer."""
-    if config.expert_slices is not None or num_ranks > 1:
-        return [config.expert_slices or 1]
+    if config.expert_slices is not None:
+        return [config.expert_slices]
     most = most_slices(spec)
     return [*itertools.takewhile(lambda n: n < most, (1 << p for p in itertools.count())), most]
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from headrace.store.ranges import Share, unit_shard
 from headrace.store.state import UnitState
 
 if TYPE_CHECKING:
@@ -60,34 +59,45 @@ class GatheredSource:
         own = self._snapshot.unit(index)
         whole = UnitState.empty(own.layout, self.dtype)
         for rank in range(self._ranks.size):
-            shard = unit_shard(own.layout, Share(rank=rank, num_ranks=self._ranks.size))
-            places = _planes(whole, shard.trained.start, shard.trained.stop)
-            places.append(whole.weights[shard.frozen.start : shard.frozen.stop])
+            shard = own.shard.of_rank(rank)
+            places = [
+                place
+                for part in shard.trained_parts
+                for place in _planes(whole, part.start, part.stop)
+            ]
+            places += [whole.weights[part.start : part.stop] for part in shard.frozen_parts]
             if rank == 0:
-                for place, plane in zip(places, _planes_of_shard(own), strict=True):
+                for place, plane in zip(places, _parts_of_shard(own), strict=True):
                     place.copy_(plane)
                 continue
             for place in places:
-                if place.numel():
-                    self._ranks.receive(place.view(torch.uint8), rank)
+                self._ranks.receive(place.view(torch.uint8), rank)
         return whole
 
 
 def give_shards(snapshot: Snapshot, ranks: Ranks) -> None:
     """Send every unit's shard to the main rank, as it asks for them."""
     for index in range(len(snapshot.described)):
-        for plane in _planes_of_shard(snapshot.unit(index)):
-            if plane.numel():
-                ranks.send_to_main(plane.cpu().contiguous().view(torch.uint8))
+        for part in _parts_of_shard(snapshot.unit(index)):
+            ranks.send_to_main(part.cpu().contiguous().view(torch.uint8))
         snapshot.done(index)
 
 
-def _planes_of_shard(unit: UnitState) -> list[torch.Tensor]:
-    n = unit.shard.trained.numel
-    return [*_planes(unit, 0, n), unit.weights[n:]]
+def _parts_of_shard(unit: UnitState) -> list[torch.Tensor]:
+    """What a rank holds, in the order in which it sends it."""
+    parts = [
+        plane
+        for part in unit.shard.trained_parts
+        for plane in _planes(unit, part.at, part.at + part.stop - part.start)
+    ]
+    frozen = unit.shard.frozen_parts
+    return parts + [unit.weights[part.at : part.at + part.stop - part.start] for part in frozen]
 
 
 def _planes(unit: UnitState, start: int, stop: int) -> list[torch.Tensor]:
-    """Trainable elements of all planes, in the order in which ranks send them."""
+    """Trainable elements of all planes, in the order in which ranks send them.
+
+    They are counted in the planes.
+    """
     planes = unit.planes
     return [unit.weights[start:stop], *(planes[name][start:stop] for name in sorted(planes))]

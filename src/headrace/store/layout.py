@@ -148,41 +148,62 @@ def plan_unit(
 
 
 @dataclass(frozen=True, kw_only=True)
+class Grid:
+    """A range of a unit's elements with the grid on which it is cut.
+
+    Attributes:
+        start: first element.
+        stop: behind the last one.
+        origin: an element, perhaps outside the range, from which cuts are counted.
+        block: elements whose gradient is summed to one norm.
+    """
+
+    start: int
+    stop: int
+    origin: int
+    block: int
+
+    def split(self, start: int, stop: int, size: int) -> list[tuple[int, int]]:
+        """Cut ``[start, stop)`` at multiples of ``size`` elements from the origin."""
+        origin = self.origin
+        ranges = split_range(start - origin, stop - origin, size)
+        return [(origin + first, origin + last) for first, last in ranges]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Segment:
-    """A range of a unit's trainable elements that shares optimizer settings."""
+    """A range of a unit's trainable elements that shares optimizer settings and a grid."""
 
     start: int
     stop: int
     group: int
+    grid: Grid
 
 
-def plan_segments(layout: UnitLayout, group_of: Callable[[ParamSpec], int]) -> tuple[Segment, ...]:
-    """Split the trainable range where the parameter group changes.
+def plan_segments(
+    layout: UnitLayout, group_of: Callable[[ParamSpec], int], grids: Sequence[Grid]
+) -> tuple[Segment, ...]:
+    """Split the trainable range where the parameter group changes, and where a grid ends.
 
     Alignment gaps join the segment before them: they hold zeros, have zero gradients, and an
     update leaves them zero.
     """
-    segments: list[Segment] = []
+    groups: list[tuple[int, int, int]] = []
     for param in layout.params:
         if not param.trainable:
             continue
         stop = align(param.offset + param.numel)
         group = group_of(param)
-        if segments and segments[-1].group == group:
-            segments[-1] = Segment(start=segments[-1].start, stop=stop, group=group)
+        if groups and groups[-1][2] == group:
+            groups[-1] = (groups[-1][0], stop, group)
         else:
-            segments.append(Segment(start=param.offset, stop=stop, group=group))
-    return tuple(segments)
-
-
-def cut_segments(segments: Sequence[Segment], cuts: Collection[int]) -> tuple[Segment, ...]:
-    """The same segments, and a new one at each of ``cuts`` as well."""
-    parts: list[Segment] = []
-    for segment in segments:
-        inside = sorted(cut for cut in set(cuts) if segment.start < cut < segment.stop)
-        bounds = itertools.pairwise([segment.start, *inside, segment.stop])
-        parts += [replace(segment, start=start, stop=stop) for start, stop in bounds]
-    return tuple(parts)
+            groups.append((param.offset, stop, group))
+    return tuple(
+        Segment(start=max(start, grid.start), stop=min(stop, grid.stop), group=group, grid=grid)
+        for start, stop, group in groups
+        for grid in grids
+        if max(start, grid.start) < min(stop, grid.stop)
+    )
 
 
 def split_range(start: int, stop: int, chunk: int) -> list[tuple[int, int]]:

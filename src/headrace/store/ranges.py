@@ -1,18 +1,27 @@
 """Which elements of a unit belong to which rank.
 
-A unit's trainable and its frozen elements are cut into as many equal pieces as there are ranks; the
-last ranks' pieces may reach past the end, or be empty. Invariants: every element belongs to exactly
-one rank; trainable pieces begin and end on the unit's grid of norm blocks, which depends on the
-unit alone, so that no block is cut, whatever the number of ranks. Pure: nothing here allocates.
-Sizes are computed once, for a search reads them thousands of times.
+What is sent and returns as one piece, a unit or a section of one, has trainable and frozen
+elements. Both are cut into as many equal pieces as there are ranks; the last ranks' pieces may
+reach past the end, or be empty. Invariants: every element belongs to exactly one rank; trainable
+pieces begin and end on the section's grid of norm blocks, which depends on the section alone, so
+that no block is cut, whatever the number of ranks. Pure: nothing here allocates. Sizes are computed
+once, for a search reads them thousands of times.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-from headrace.store.layout import ALIGNMENT, UnitLayout, align
+from headrace.store.layout import ALIGNMENT, Grid, UnitLayout, align
+from headrace.store.sections import Span, whole_unit
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from headrace.store.sections import Section
 
 NORM_BLOCK = 1 << 16
 _BLOCKS = 64  # of a unit at least, so that ranks share small ones evenly, too
@@ -75,8 +84,8 @@ class Piece:
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnitShard:
-    """What a rank holds of a unit: its trainable elements, behind them its frozen ones.
+class SectionShard:
+    """What a rank holds of a section; elements are counted in it.
 
     Attributes:
         trained: the part of the trainable elements.
@@ -86,32 +95,9 @@ class UnitShard:
     trained: Piece
     frozen: Piece
 
-    @property
-    def is_whole(self) -> bool:
-        """One rank has everything."""
-        return self.trained.share.num_ranks == 1
-
-    @cached_property
-    def numel(self) -> int:
-        """Elements of the rank's weights."""
-        return self.trained.numel + self.frozen.numel
-
-    @property
-    def pieces(self) -> tuple[tuple[Piece, int], ...]:
-        """What is sent, each with its place in the rank's weights: in order, empty ones left out.
-
-        A piece's padding may reach over elements of the next one, which comes after it.
-        """
-        if self.is_whole:
-            whole = self.trained.end, self.frozen.end
-            piece = Piece(begin=0, end=whole[1], size=whole[1], share=self.trained.share)
-            return ((piece, 0),)
-        placed = ((self.trained, 0), (self.frozen, self.trained.numel))
-        return tuple((piece, at) for piece, at in placed if piece.end > piece.begin)
-
     @cached_property
     def slot_size(self) -> int:
-        """Elements of a slot that the unit is gathered in."""
+        """Elements of a slot that the section is gathered in."""
         return max(self.trained.reach, self.frozen.reach, self.frozen.end)
 
     @cached_property
@@ -119,30 +105,131 @@ class UnitShard:
         """Elements of an accumulator whose sum is handed out."""
         return max(self.trained.reach, self.trained.end)
 
-    def own(self, start: int, numel: int) -> tuple[slice, slice]:
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Consecutive elements of a unit that a rank holds.
+
+    Attributes:
+        start: the first one, counted in the unit.
+        stop: behind the last one.
+        at: place of the first one in the rank's planes.
+    """
+
+    start: int
+    stop: int
+    at: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitShard:
+    """What a rank holds of a unit: the trainable elements of its sections, then the frozen ones.
+
+    Attributes:
+        layout: of the unit.
+        share: whose shard.
+        sections: what it holds of each; of one rank the unit is one section.
+        spans: which elements of the unit each section holds, in order.
+    """
+
+    layout: UnitLayout
+    share: Share
+    sections: tuple[SectionShard, ...]
+    spans: tuple[tuple[Span, ...], ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """One rank has everything."""
+        return self.share.num_ranks == 1
+
+    @cached_property
+    def num_trained(self) -> int:
+        """Elements of the planes that only updates touch."""
+        return sum(section.trained.numel for section in self.sections)
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of the rank's weights."""
+        return self.num_trained + sum(section.frozen.numel for section in self.sections)
+
+    @cached_property
+    def _places(self) -> list[tuple[int, int]]:
+        """Where each section's trainable and frozen elements begin in the rank's weights."""
+        trained = itertools.accumulate((s.trained.numel for s in self.sections), initial=0)
+        frozen = itertools.accumulate(
+            (s.frozen.numel for s in self.sections), initial=self.num_trained
+        )
+        return list(zip(trained, frozen, strict=True))
+
+    def pieces(self, section: int = 0) -> tuple[tuple[Piece, int], ...]:
+        """What is sent of a section, each with its place in the rank's weights.
+
+        In order, empty ones left out. A piece's padding may reach over elements of the next one,
+        which comes after it.
+        """
+        shard = self.sections[section]
+        placed = zip((shard.trained, shard.frozen), self._places[section], strict=True)
+        return tuple((piece, at) for piece, at in placed if piece.end > piece.begin)
+
+    @cached_property
+    def trained_parts(self) -> tuple[Part, ...]:
+        """Where the rank's trainable elements lie in the unit, by their place in its planes."""
+        return self._parts(0)
+
+    @cached_property
+    def frozen_parts(self) -> tuple[Part, ...]:
+        """The same of what is frozen."""
+        return self._parts(1)
+
+    def _parts(self, kind: int) -> tuple[Part, ...]:
+        parts = []
+        for shard, spans, places in zip(self.sections, self.spans, self._places, strict=False):
+            piece = (shard.trained, shard.frozen)[kind]
+            for span in spans:
+                first = max(piece.start, span.at)
+                last = min(piece.stop, span.at + span.stop - span.start)
+                if first < last:
+                    offset = span.start - span.at
+                    at = places[kind] + first - piece.start
+                    parts.append(Part(start=first + offset, stop=last + offset, at=at))
+        return tuple(parts)
+
+    def own(self, start: int, numel: int) -> list[tuple[slice, slice]]:
         """Where elements ``[start, start + numel)`` of the unit are, as far as they are here.
 
-        They must be all trainable or all frozen.
-
         Returns:
-            Their place in the rank's planes, and which of the given ones they are.
+            Of each stretch its place in the rank's planes, and which of the given ones it is.
         """
-        trained = start < self.trained.end
-        piece = self.trained if trained else self.frozen
-        first = max(start, piece.start)
-        last = max(first, min(start + numel, piece.stop))
-        at = first - piece.start + (0 if trained else self.trained.numel)
-        return slice(at, at + last - first), slice(first - start, last - start)
+        found = []
+        for part in (*self.trained_parts, *self.frozen_parts):
+            first, last = max(start, part.start), min(start + numel, part.stop)
+            if first < last:
+                at = part.at + first - part.start
+                found.append((slice(at, at + last - first), slice(first - start, last - start)))
+        return found
+
+    def of_rank(self, rank: int) -> UnitShard:
+        """What another rank holds of the unit."""
+        share = Share(rank=rank, num_ranks=self.share.num_ranks)
+        sections = tuple(
+            SectionShard(trained=_shared(s.trained, share), frozen=_shared(s.frozen, share))
+            for s in self.sections
+        )
+        return replace(self, share=share, sections=sections)
 
 
-def unit_shard(layout: UnitLayout, share: Share) -> UnitShard:
-    """What a rank holds of a unit."""
+def _shared(piece: Piece, share: Share) -> Piece:
+    return Piece(begin=piece.begin, end=piece.end, size=piece.size, share=share)
+
+
+def section_shard(layout: UnitLayout, share: Share) -> SectionShard:
+    """What a rank holds of a section with this layout."""
     block = norm_block(layout)
     if share.num_ranks == 1:
-        block = ALIGNMENT  # no padding: the whole unit
+        block = ALIGNMENT  # no padding: the whole section
     blocks = -(-layout.num_trainable // block)
     frozen = layout.size - layout.num_trainable
-    return UnitShard(
+    return SectionShard(
         trained=Piece(
             begin=0,
             end=layout.num_trainable,
@@ -158,6 +245,37 @@ def unit_shard(layout: UnitLayout, share: Share) -> UnitShard:
     )
 
 
-def gather_size(layout: UnitLayout, num_ranks: int) -> int:
-    """Elements of a slot that a unit is gathered in."""
-    return unit_shard(layout, Share(num_ranks=num_ranks)).slot_size
+def unit_shard(layout: UnitLayout, share: Share, sections: Sequence[Section] = ()) -> UnitShard:
+    """What a rank holds of a unit.
+
+    Args:
+        layout: of the unit.
+        share: whose shard.
+        sections: that it is sent in; none for a whole one. A unit of one rank alone is held as
+            it is, whatever it is sent in.
+    """
+    parts = whole_unit(0, layout) if share.num_ranks == 1 or not sections else sections
+    return UnitShard(
+        layout=layout,
+        share=share,
+        sections=tuple(section_shard(part.layout, share) for part in parts),
+        spans=tuple(part.spans for part in parts),
+    )
+
+
+def norm_grids(layout: UnitLayout, sections: Sequence[Section] = ()) -> tuple[Grid, ...]:
+    """The grids of norm blocks of a unit, in order of its elements.
+
+    Each section has one of its own, which depends neither on ranks nor on the other sections.
+    """
+    grids = [
+        Grid(
+            start=span.start,
+            stop=span.stop,
+            origin=span.start - span.at,
+            block=norm_block(part.layout),
+        )
+        for part in sections or whole_unit(0, layout)
+        for span in part.spans
+    ]
+    return tuple(sorted(grids, key=lambda grid: grid.start))

@@ -9,6 +9,7 @@ Nothing here knows the engine or files.
 
 from __future__ import annotations
 
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from headrace.store.layout import ParamSpec, UnitLayout
+    from headrace.store.sections import Section
     from headrace.store.snapshot import Snapshot
 
 StateDtype = Literal["bfloat16", "float32"]
@@ -47,7 +49,7 @@ class UnitState:
     """Flat views of one unit's planes. Lengths: ``size`` for weights, ``num_trainable`` else.
 
     Of several ranks' units they are a shard: lengths are ``shard.numel`` and
-    ``shard.trained.numel``, and what is stored of a parameter is the part that lies here.
+    ``shard.num_trained``, and what is stored of a parameter are the parts that lie here.
 
     Attributes:
         shard: which elements of the unit the planes hold.
@@ -128,8 +130,8 @@ class UnitState:
 
     def set_plane(self, param: ParamSpec, name: str, value: torch.Tensor) -> None:
         """Store a trainable parameter's part of one of :attr:`planes`."""
-        own, given = self.shard.own(param.offset, param.numel)
-        self.planes[name][own].copy_(value.reshape(-1)[given])
+        for own, given in self.shard.own(param.offset, param.numel):
+            self.planes[name][own].copy_(value.reshape(-1)[given])
 
     def master(self, param: ParamSpec) -> torch.Tensor:
         """A float32 copy of a parameter's master weight, in its shape."""
@@ -194,12 +196,8 @@ class UnitState:
             flat = flat.to(torch.float32)
         if not all_finite(flat):
             raise DataError(f"{param.name} has NaN or infinite values; refusing to load it")
-        own, given = self.shard.own(param.offset, param.numel)
-        if self.remainder is None:
-            self.weights[own].copy_(flat[given])
-            return
-        if flat.dtype == torch.bfloat16:
-            self.weights[own].copy_(flat[given])
+        if self.remainder is None or flat.dtype == torch.bfloat16:
+            self._set_weights(param, flat)
             for low, _ in self._low_halves(param):
                 low.zero_()
             return
@@ -209,20 +207,25 @@ class UnitState:
         bits = high_host.view(torch.uint16).numpy()
         if not self._kernels.split_float32(source, bits, low_host.numpy()):
             raise DataError(f"{param.name} has values that round to infinity in bfloat16")
-        self.weights[own].copy_(high_host[given])
+        self._set_weights(param, high_host)
         for low, part in self._low_halves(param):
             low.copy_(low_host[part])
 
+    def _set_weights(self, param: ParamSpec, flat: torch.Tensor) -> None:
+        for own, given in self.shard.own(param.offset, param.numel):
+            self.weights[own].copy_(flat[given])
+
     def _low_halves(self, param: ParamSpec) -> list[tuple[torch.Tensor, slice]]:
         """Everywhere that low halves of a parameter are kept, as int16, and which these are."""
-        assert self.remainder is not None
-        kept = []
+        kept: list[tuple[torch.Tensor, slice]] = []
+        if self.remainder is None:
+            return kept
         if param.trainable:
-            own, given = self.shard.own(param.offset, param.numel)
-            kept.append((self.remainder[own], given))
+            places = self.shard.own(param.offset, param.numel)
+            kept += [(self.remainder[own], given) for own, given in places]
         if param.low_offset is not None:
-            own, given = self.shard.own(param.low_offset, param.numel)
-            kept.append((self.weights[own].view(torch.int16), given))
+            places = self.shard.own(param.low_offset, param.numel)
+            kept += [(self.weights[own].view(torch.int16), given) for own, given in places]
         return kept
 
 
@@ -266,6 +269,7 @@ class ModelState:
         device: torch.device | str = "cpu",
         device_units: int = 0,
         share: Share | None = None,
+        sections: Sequence[tuple[Section, ...]] = (),
     ) -> None:
         """Allocate zeroed state for ``layouts``.
 
@@ -277,6 +281,8 @@ class ModelState:
                 ``device``: they are neither sent nor returned, and updated there. The first ones,
                 because a step needs them first, while the host still updates the others.
             share: which rank of how many this is; one has everything.
+            sections: what each unit is sent in: several ranks share out each section by itself.
+                None for whole units.
 
         Raises:
             CapacityError: the host or the device does not have the memory.
@@ -293,11 +299,14 @@ class ModelState:
             )
         self.device_units = device_units
         self.share = share or Share()
-        self.shards = tuple(unit_shard(layout, self.share) for layout in self.layouts)
+        self.shards = tuple(
+            unit_shard(layout, self.share, parts)
+            for layout, parts in zip(self.layouts, sections or repeat(()), strict=bool(sections))
+        )
         host = self.shards[device_units:]
         split = dtype == "bfloat16"
         sent_bytes = (2 if split else 4) * sum(shard.numel for shard in host)
-        kept_bytes = (10 if split else 8) * sum(shard.trained.numel for shard in host)
+        kept_bytes = (10 if split else 8) * sum(shard.num_trained for shard in host)
         cuda = device.type == "cuda"
         self._sent = Arena(sent_bytes, name="working weights", register_cuda=cuda)
         self._kept = Arena(kept_bytes, name="optimizer state", register_cuda=False)
@@ -310,7 +319,7 @@ class ModelState:
         for layout, shard in sharded[device_units:]:
             weights = self._sent.tensor(sent, shard.numel, weight_dtype)
             sent += weights.nbytes
-            n = shard.trained.numel
+            n = shard.num_trained
             exp_avg = self._kept.tensor(kept, n, torch.float32)
             exp_avg_sq = self._kept.tensor(kept + 4 * n, n, torch.float32)
             kept += 8 * n
@@ -367,7 +376,7 @@ class ModelState:
 def _unit_on_device(
     layout: UnitLayout, shard: UnitShard, weight_dtype: torch.dtype, device: torch.device
 ) -> UnitState:
-    n = shard.trained.numel
+    n = shard.num_trained
     try:
         weights = torch.zeros(shard.numel, dtype=weight_dtype, device=device)
         moments = [torch.zeros(n, dtype=torch.float32, device=device) for _ in range(2)]

@@ -48,7 +48,7 @@ def place(
         ConfigError: the experts of a layer cannot be sent in so many slices.
     """
     ranks = ranks or Ranks()
-    check_slices(spec, config.engine.expert_slices or 1, ranks.size)
+    check_slices(spec, config.engine.expert_slices or 1)
     workload = workload_of(config)
     limits = room(config, spec, device, ranks)
     tuned = _tuned(config, spec, device, say) if ranks.size == 1 else None
@@ -103,7 +103,13 @@ def place(
         f"{format_bytes(choice.budget.host_bytes)} on the host, "
         f"{choice.time.seconds:.2f} s a step at {source}, bound by {choice.time.binding}"
     )
-    return _with_threads(config, choice.config, ranks)
+    return _with_threads(config, _alike(choice.config, ranks), ranks)
+
+
+def _alike(engine: EngineConfig, ranks: Ranks) -> EngineConfig:
+    """What the main rank chose: machines may differ in their rates, and ranks walk one plan."""
+    chosen = ranks.tell({name: getattr(engine, name) for name in tune_file.CHOSEN})
+    return replace(engine, **chosen)
 
 
 def _left_out(spec: ModelSpec, engine: EngineConfig) -> str:

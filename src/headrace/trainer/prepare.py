@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headrace.data.batching import LoaderSettings
+from headrace.models.slices import plan_sections
 from headrace.parallel.ranks import bind_device
 from headrace.selftest.run import require_proof
 from headrace.store.checkpoint import checkpoint_bytes, load_checkpoint
@@ -240,6 +241,7 @@ def _allocate(
         device=device,
         device_units=engine.device_units or 0,
         share=Share(rank=ranks.rank, num_ranks=ranks.size),
+        sections=plan_sections(spec, engine.expert_slices or 1, engine.device_units or 0),
     )
     stack.callback(state.close)
     say(

@@ -50,7 +50,7 @@ def unit_bytes(layout: UnitLayout, dtype: StateDtype, *, num_ranks: int = 1) -> 
     """Of a rank's master weights and moments of a unit."""
     working, rest = (2, 10) if dtype == "bfloat16" else (4, 8)
     shard = unit_shard(layout, Share(num_ranks=num_ranks))
-    return working * shard.numel + rest * shard.trained.numel
+    return working * shard.numel + rest * shard.num_trained
 
 
 class Saver:
@@ -89,8 +89,7 @@ class Saver:
         The state must be complete (``Engine.synchronize``).
         """
         assert self._thread is None, "the save before was not finished"
-        spare = spare_bytes(self._config, self._state.layouts, num_ranks=self._ranks.size)
-        self._snapshot = Snapshot(self._state, spare_bytes=spare)
+        self._snapshot = Snapshot(self._state, spare_bytes=self._spare_bytes())
         # Taken now: callbacks and the loader go on.
         trainer_state = progress.to_dict()
         self._thread = threading.Thread(
@@ -100,6 +99,12 @@ class Saver:
             daemon=True,
         )
         self._thread.start()
+
+    def _spare_bytes(self) -> int:
+        """As :func:`spare_bytes`, of the units as they are shared out."""
+        if self._config.async_save and self._config.async_save_memory is None:
+            return max(unit.num_bytes for unit in self._state.units)
+        return spare_bytes(self._config, self._state.layouts)
 
     def _write(self, snapshot: Snapshot, step: int, trainer_state: dict[str, Any]) -> None:
         try:
