@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from headrace.cli.tune import app
 from headrace.errors import CapacityError, ConfigError
 from headrace.policy.rates import MeasuredRates
-from headrace.policy.search import Room
+from headrace.policy.search import USABLE_SHARE, Room
 from headrace.policy.steptime import Rates
 from headrace.trainer import place as place_module
 from headrace.trainer import resolve, train, tune_file, tuning
@@ -114,6 +114,31 @@ def test_what_does_not_fit_now_is_derived_anew(config_file, monkeypatch):
         place_module, "room", lambda *args: Room(device_bytes=None, host_bytes=1000)
     )
     assert "does not fit the memory that is free now" in trained(config_file)
+
+
+def test_the_table_says_in_how_many_slices_experts_are_sent(config_file, monkeypatch):
+    """Chosen because no whole layer fits: printed, written, and what the run then does."""
+    config = yaml.safe_load(config_file.read_text())
+    experts = {"model_type": "mixtral", "num_local_experts": 8, "intermediate_size": 512}
+    config["model_config"] = {**config["model_config"], **experts}
+    config_file.write_text(yaml.safe_dump(config))
+    chosen = []
+    for power in range(26, 18, -1):
+        usable = GIB + 2**power  # a GiB is the context's
+        room = Room(device_bytes=int(usable / USABLE_SHARE) + 1, host_bytes=GIB)
+        monkeypatch.setattr(tuning, "room", lambda *args, room=room: room)
+        result, said = tuned(config_file, steps=int(bool(chosen and chosen[-1] == 1)))
+        header, *rows = said[said.index("   on device") :].splitlines()
+        assert header.split()[:3] == ["on", "device", "slices"]
+        chosen.append(result.record.engine["expert_slices"])
+        end = header.index("slices") + len("slices")
+        assert rows[0][:end].split()[-1] == str(chosen[-1])
+        if chosen[-1] > 1:
+            break
+    assert chosen[0] == 1
+    assert chosen[-1] > 1
+    assert "chosen: 1" in said
+    assert f"placement: as {result.path} says" in trained(config_file)
 
 
 def test_nothing_fits_is_refused_before_anything_is_measured(config_file, monkeypatch):

@@ -39,7 +39,8 @@ _ANY = Rates(
     device_bytes=1.0,
 )
 _HEADER = (
-    "   on device  rows  waves  recompute  offload  device GiB  host GiB  predicted        measured"
+    "   on device  slices  rows  waves  recompute  offload  device GiB  host GiB  predicted"
+    "        measured"
 )
 
 
@@ -180,7 +181,8 @@ def _line(number: int, row: dict[str, Any]) -> str:
         error = row["predicted_seconds"] / row["measured_seconds"] - 1
         measured = f"{row['measured_seconds']:.3g} s, {row['measured_binding']} ({error:+.0%})"
     return (
-        f"{number:>2} {row['device_units'] or 0:>9} {row['rows']:>5} {row['waves']:>6} "
+        f"{number:>2} {row['device_units'] or 0:>9} {row['expert_slices'] or 1:>7} "
+        f"{row['rows']:>5} {row['waves']:>6} "
         f"{row['recompute_layers'] or 0:>10} {row['offload_layers'] or 0:>8} "
         f"{row['predicted_device_bytes'] / GIB:>11.2f} {row['predicted_host_bytes'] / GIB:>9.2f}  "
         f"{predicted:<16} {measured}"
