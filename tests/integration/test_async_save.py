@@ -17,6 +17,7 @@ from headrace.errors import CheckpointError
 from headrace.store import folders
 from headrace.store.checkpoint import find_problem, latest_checkpoint
 from headrace.store.snapshot import Snapshot
+from headrace.trainer import saving
 from headrace.trainer.metrics import read_rows
 
 
@@ -103,6 +104,33 @@ def test_a_disk_that_fills_up_ends_the_run(run_config, tmp_path, monkeypatch):
         run_config(save_strategy="steps", save_steps=2, max_steps=40)
     assert latest_checkpoint(tmp_path / "run").name == "checkpoint-2"
     assert not list((tmp_path / "run").glob(".checkpoint-*"))
+
+
+@pytest.mark.parametrize("memory", [0, 2**30], ids=["a step waits", "the next save waits"])
+def test_a_disk_that_stalls_ends_the_run_with_the_files_name(
+    run_config, tmp_path, monkeypatch, memory
+):
+    """The flush of the second save never returns: no error of the disk, and no end either."""
+    fsync, answers, hung = os.fsync, threading.Event(), []
+
+    def stalls(descriptor):
+        name = folders.Path(f"/proc/self/fd/{descriptor}").readlink()
+        if ".checkpoint-4.writing/optimizer" in str(name):
+            hung.append(threading.current_thread())
+            answers.wait(60)
+        return fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", stalls)
+    monkeypatch.setattr(saving, "STALL_SECONDS", 0.2)
+    try:
+        with pytest.raises(CheckpointError, match=r"nothing was written for .*optimizer.safetens"):
+            run_config(save_strategy="steps", save_steps=2, async_save_memory=memory)
+        assert latest_checkpoint(tmp_path / "run").name == "checkpoint-2"
+        assert hung
+    finally:
+        answers.set()
+        for thread in hung:
+            thread.join(10)
 
 
 class Fails(TrainerCallback):

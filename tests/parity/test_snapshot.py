@@ -126,6 +126,21 @@ def test_update_waits_until_its_unit_was_read():
     state.before_update(2)  # closed: nor here
 
 
+def test_an_update_does_not_wait_for_a_reader_that_stands_still(monkeypatch):
+    """Nor does a step: what the reader's owner says reaches both."""
+
+    def check():
+        raise CheckpointError("the disk stalls")
+
+    monkeypatch.setattr("headrace.store.snapshot.LOOK_SECONDS", 0.01)
+    _, state = tiny_state(tiny_config("llama"), "bfloat16")
+    snapshot = Snapshot(state, check=check)
+    for wait in (lambda: state.before_update(1), snapshot.wait_until_free):
+        with pytest.raises(CheckpointError, match="stalls"):
+            wait()
+    snapshot.close()
+
+
 def test_spare_memory_holds_copies_up_to_its_size():
     _, state = tiny_state(tiny_config("llama"), "bfloat16")
     unit = state.units[1]

@@ -36,6 +36,7 @@ from headrace.store.folders import (
     write_record,
 )
 from headrace.store.identity import check_same_model, check_tensor, read_optimizer_index
+from headrace.store.pulse import Pulse
 from headrace.store.safetensors_io import SafetensorsReader, read_index
 from headrace.store.shards import (
     ShardWriter,
@@ -126,12 +127,14 @@ def write_checkpoint(
     step: int,
     trainer_state: dict[str, Any],
     tokenizer: Any = None,
+    pulse: Pulse | None = None,
 ) -> Path:
     """:func:`save_checkpoint` of any state that can be read unit by unit.
 
-    Each unit is read once, in order, and told to be done before the next one.
+    Each unit is read once, in order, and told to be done before the next one. ``pulse`` is told of
+    every piece that is written.
     """
-    output_dir = Path(output_dir)
+    output_dir, pulse = Path(output_dir), pulse or Pulse()
     with new_checkpoint(output_dir, step) as folder:
         stem, groups, limit = "model", _whole_model(spec, source), SHARD_BYTES
         if spec.adapters is not None:
@@ -139,9 +142,9 @@ def write_checkpoint(
             # PEFT reads one file.
             stem, groups, limit = "adapter_model", adapter_groups(source), sys.maxsize
         with (
-            ShardWriter(folder, stem, groups, shard_bytes=limit) as weights,
+            ShardWriter(folder, stem, groups, shard_bytes=limit, pulse=pulse) as weights,
             ShardWriter(
-                folder, "optimizer", optimizer_groups(source), shard_bytes=SHARD_BYTES
+                folder, "optimizer", optimizer_groups(source), shard_bytes=SHARD_BYTES, pulse=pulse
             ) as optimizer,
         ):
             num_units = len(source.described)
@@ -151,6 +154,7 @@ def write_checkpoint(
                 source.done(index)
             for _ in groups[num_units:]:
                 weights.write_next()
+        pulse.at(folder)
         if spec.adapters is None:
             _write_config(folder, spec, source.dtype)
         _write_tokenizer(folder, tokenizer)

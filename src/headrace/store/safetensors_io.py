@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from headrace.errors import CheckpointError
 from headrace.store.digests import Digests, Hasher, chunks, digest, tensor_bytes
+from headrace.store.pulse import Pulse
 from headrace.store.read_ahead import ReadAhead
 
 if TYPE_CHECKING:
@@ -64,7 +65,12 @@ class StreamWriter:
     """
 
     def __init__(
-        self, path: Path, described: Mapping[str, torch.Tensor], metadata: dict[str, str]
+        self,
+        path: Path,
+        described: Mapping[str, torch.Tensor],
+        metadata: dict[str, str],
+        *,
+        pulse: Pulse | None = None,
     ) -> None:
         """Open the file and write its header.
 
@@ -72,10 +78,13 @@ class StreamWriter:
             path: the file.
             described: types and shapes by name, in order; the data may be on the meta device.
             metadata: of the header.
+            pulse: told of every piece.
 
         Raises:
             CheckpointError: the disk is full or not writable.
         """
+        self._pulse = pulse or Pulse()
+        self._pulse.at(path)
         header: dict[str, object] = {"__metadata__": metadata}
         offset = 0
         for name, tensor in described.items():
@@ -123,6 +132,7 @@ class StreamWriter:
         with self._writing():
             for piece in chunks(tensor_bytes(tensor.cpu())):
                 hasher.update(piece)
+                self._pulse.at(self._path)
                 self._file.write(piece)
         self.digests["tensors"][self._names.pop()] = hasher.hexdigest()
 
@@ -133,6 +143,7 @@ class StreamWriter:
             CheckpointError: the disk is full or not writable.
         """
         assert not self._wanted, "tensors are missing"
+        self._pulse.at(self._path, flushes=self._num_bytes)
         with self._writing(), self._file:
             self._file.flush()
             os.fsync(self._file.fileno())

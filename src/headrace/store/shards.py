@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from headrace.models.spec import ModelSpec
     from headrace.store.conversion import WeightNames
     from headrace.store.layout import ParamSpec
+    from headrace.store.pulse import Pulse
     from headrace.store.snapshot import StateSource
     from headrace.store.state import UnitState
 
@@ -130,10 +131,17 @@ class ShardWriter:
     """
 
     def __init__(
-        self, folder: Path, stem: str, groups: Sequence[TensorGroup], *, shard_bytes: int
+        self,
+        folder: Path,
+        stem: str,
+        groups: Sequence[TensorGroup],
+        *,
+        shard_bytes: int,
+        pulse: Pulse | None = None,
     ) -> None:
-        """Plan the files of ``groups``; nothing is written yet."""
+        """Plan the files of ``groups``; nothing is written yet. ``pulse`` hears of every piece."""
         self._folder = folder
+        self._pulse = pulse
         self._stem = stem
         self._groups = groups
         self._next = 0
@@ -173,7 +181,9 @@ class ShardWriter:
                 self._close_file(self._open)
             name, shard = self._files[id(group)]
             described = {n: tensor for part in shard for n, tensor in part.described.items()}
-            self._open = StreamWriter(self._folder / name, described, {"format": "pt"})
+            self._open = StreamWriter(
+                self._folder / name, described, {"format": "pt"}, pulse=self._pulse
+            )
         if not group.described:
             return
         assert self._open is not None

@@ -2,7 +2,8 @@
 
 Invariant: what is read of every unit is what it held when the snapshot was taken. A unit may be
 updated once it was read, or once it was copied to spare memory; until then its update waits. Spare
-memory is bounded, so a snapshot never doubles the state. Knows no files and no engine.
+memory is bounded, so a snapshot never doubles the state. Whoever waits asks, now and then, whether
+the reader still reads. Knows no files and no engine.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ from typing import TYPE_CHECKING, Protocol
 from headrace.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from headrace.store.state import ModelState, StateDtype, UnitState
+
+
+LOOK_SECONDS = 1.0  # between two looks at a reader that is waited for
 
 
 class StateSource(Protocol):
@@ -43,18 +47,26 @@ class StateSource(Protocol):
 class Snapshot:
     """A moment of a state, from its making to :meth:`close`."""
 
-    def __init__(self, state: ModelState, *, spare_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        state: ModelState,
+        *,
+        spare_bytes: int = 0,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         """Take the moment; the state must hold every update (``Engine.synchronize``).
 
         Args:
             state: whose updates ask :meth:`before_update` from now on.
             spare_bytes: memory for units that are updated before they were read.
+            check: called while something waits; raises when the reader is not worth waiting for.
         """
         assert state.snapshot is None, "one snapshot at a time"
         self.dtype = state.dtype
         self.optimizer_step = state.optimizer_step
         self._state = state
         self._spare = spare_bytes
+        self._check = check
         self._unread = set(range(len(state.units)))
         self._copies: dict[int, UnitState] = {}
         self._reading: int | None = None
@@ -90,7 +102,11 @@ class Snapshot:
             self._change.notify_all()
 
     def before_update(self, index: int) -> None:
-        """Called before a unit's planes change: copies the unit, or waits until it was read."""
+        """Called before a unit's planes change: copies the unit, or waits until it was read.
+
+        Raises:
+            CheckpointError: the reader stands still.
+        """
         with self._change:
             if index not in self._unread or index in self._copies:
                 return
@@ -99,12 +115,20 @@ class Snapshot:
                 self._spare -= unit.num_bytes
                 self._copies[index] = unit.copy()
                 return
-            self._change.wait_for(lambda: index not in self._unread)
+            self._wait_for(lambda: index not in self._unread)
 
     def wait_until_free(self) -> None:
-        """Block until no update can have to wait."""
+        """Block until no update can have to wait.
+
+        Raises:
+            CheckpointError: the reader stands still.
+        """
         with self._change:
-            self._change.wait_for(self._is_free)
+            self._wait_for(self._is_free)
+
+    def _wait_for(self, done: Callable[[], bool]) -> None:
+        while not self._change.wait_for(done, timeout=LOOK_SECONDS):
+            self._check()
 
     def _is_free(self) -> bool:
         # The unit that is being read is waited for: that takes no longer than a unit.

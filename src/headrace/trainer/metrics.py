@@ -161,6 +161,10 @@ class MetricsLog:
         self._file.flush()
         os.fsync(self._file.fileno())
 
+    def give_up(self) -> None:
+        """Write nothing more: the disk does not answer."""
+        self._is_whole = False
+
     def close(self) -> None:
         """Make every row durable and close."""
         if self._file.closed:

@@ -260,7 +260,10 @@ class _Session:
         if self._saver.last is not None:
             display.say(f"{outcome} after step {loop.step}; {self._saver.how_to_go_on}")
         reason = error.message if isinstance(error, HeadraceError) else repr(error)
-        if self._record is None:
+        if self._record is None or self._log is None:
+            return
+        if self._saver.is_stuck:
+            self._log.give_up()
             return
         try:
             self._record.end(outcome, last_step=loop.step, error=reason, **self._compiled())

@@ -2,9 +2,9 @@
 
 Owns the one save that may be under way. The invariants: a checkpoint holds the state of its step
 and of no other (:mod:`headrace.store.snapshot`); a save that failed ends the run with its reason at
-the next step; when this is closed nothing reads the state any more. Of several
-ranks the main one writes, and the others send it what they hold. Decides nothing about when to
-save.
+the next step, and one whose disk stalls does where training must wait for it; when this is closed
+nothing reads the state any more, but for what a stalled disk holds. Of several ranks the main one
+writes, and the others send it what they hold. Decides nothing about when to save.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from headrace.errors import CheckpointError
 from headrace.store.checkpoint import prune_checkpoints, write_checkpoint
 from headrace.store.gathered import GatheredSource, give_shards
+from headrace.store.pulse import Pulse
 from headrace.store.ranges import Share, unit_shard
-from headrace.store.snapshot import Snapshot
+from headrace.store.snapshot import LOOK_SECONDS, Snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from headrace.trainer.config import TrainConfig
     from headrace.trainer.resume import Progress
 
+STALL_SECONDS = 300.0  # without a byte written, while training waits for the save
+_GIVEN_UP_STALL_SECONDS = 10.0  # the same, where nobody wants the save any more
 _GIVING_UP_SECONDS = 2.0  # a unit's copy, while other ranks hang in the step that failed
 
 
@@ -59,6 +63,7 @@ class Saver:
     Attributes:
         last: the last complete checkpoint, or None.
         stalled_seconds: how long training waited for saves.
+        is_stuck: the disk stalls: nothing more should be written to it.
     """
 
     def __init__(
@@ -80,8 +85,10 @@ class Saver:
         self._snapshot: Snapshot | None = None
         self._error: BaseException | None = None
         self._written: tuple[int, Path] | None = None
+        self._pulse = Pulse()
         self.last = last
         self.stalled_seconds = 0.0
+        self.is_stuck = False
 
     def begin(self, progress: Progress) -> None:
         """Start to write a checkpoint of this moment; the one before must have been finished.
@@ -89,7 +96,8 @@ class Saver:
         The state must be complete (``Engine.synchronize``).
         """
         assert self._thread is None, "the save before was not finished"
-        self._snapshot = Snapshot(self._state, spare_bytes=self._spare_bytes())
+        self._pulse = Pulse()
+        self._snapshot = Snapshot(self._state, spare_bytes=self._spare_bytes(), check=self._check)
         # Taken now: callbacks and the loader go on.
         trainer_state = progress.to_dict()
         self._thread = threading.Thread(
@@ -129,7 +137,18 @@ class Saver:
             step=step,
             trainer_state=trainer_state,
             tokenizer=self._tokenizer,
+            pulse=self._pulse,
         )
+
+    def _check(self, seconds: float | None = None) -> None:
+        """Refuse to wait for a stalled disk; the main rank's, whose failure ends the others."""
+        if not self._ranks.is_main:
+            return
+        try:
+            self._pulse.check(STALL_SECONDS if seconds is None else seconds)
+        except CheckpointError:
+            self.is_stuck = True
+            raise
 
     def _own_stream(self) -> AbstractContextManager[Any]:
         """Units on a GPU are copied beside its compute."""
@@ -150,7 +169,11 @@ class Saver:
         )
 
     def before_step(self) -> None:
-        """Wait until no update of a step that begins now can have to wait for long."""
+        """Wait until no update of a step that begins now can have to wait for long.
+
+        Raises:
+            CheckpointError: the disk stalls.
+        """
         if self._snapshot is not None:
             started = time.perf_counter()
             self._snapshot.wait_until_free()
@@ -165,13 +188,13 @@ class Saver:
             wait: for it; else None while it is being written.
 
         Raises:
-            CheckpointError: it could not be written; earlier checkpoints are untouched.
+            CheckpointError: it could not be written, or the disk stalls; earlier checkpoints are
+                untouched.
         """
         if not wait and (self._thread is None or self._thread.is_alive()):
             return None
         started = time.perf_counter()
-        if self._thread is not None:
-            self._thread.join()
+        self._join()
         if wait and self._error is None:
             self._ranks.meet()  # no step, whose waits are bounded, begins beside a slow disk
         self.stalled_seconds += time.perf_counter() - started
@@ -187,6 +210,13 @@ class Saver:
             prune_checkpoints(self._config.output_dir, self._config.save_total_limit)
         return self._written
 
+    def _join(self, stall_seconds: float | None = None) -> None:
+        """Wait for the thread that writes, as long as it does."""
+        while self._thread is not None and self._thread.is_alive():
+            self._thread.join(timeout=LOOK_SECONDS)
+            if self._thread.is_alive():
+                self._check(stall_seconds)
+
     def close(self, *, give_up: bool) -> None:
         """End the save that is under way: completed, or given up at its next unit.
 
@@ -198,7 +228,8 @@ class Saver:
                 self._snapshot.give_up()
                 self._thread.join(timeout=_GIVING_UP_SECONDS)
             return
-        if self._snapshot is not None and give_up:
-            self._snapshot.give_up()
         with contextlib.suppress(Exception):  # the error that ended the run is the one to show
+            if self._snapshot is not None and give_up:
+                self._snapshot.give_up()
+                self._join(_GIVEN_UP_STALL_SECONDS)
             self.finish(wait=True)
