@@ -126,6 +126,11 @@ def plan(
         "num_tokens": tokens,
         "price": price,
     }
+    measured = ""
+    if checked is not None and config is not None and gpu is None:
+        from headrace.trainer.tuned_rates import with_tuned
+
+        machine, measured = with_tuned(machine, config, checked.tune_file)
     if checked is not None:
         source, job, notes = _of_file(str(config), checked, machine, options)
     elif model is not None:
@@ -136,7 +141,7 @@ def plan(
             remedy="give --model NAME_OR_FOLDER, or a YAML with model_name_or_path; "
             "'headrace plan --list-models' shows what is shipped",
         )
-    result = predict(source, job, machine, notes=notes)
+    result = predict(source, job, machine, notes=[*notes, measured] if measured else notes)
     if json:
         from json import dumps
 

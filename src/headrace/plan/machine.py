@@ -2,7 +2,7 @@
 
 A rate is *measured*, from a *data sheet*, *derived* from one by the share of it that a measured
 card reached, *given* by the user, *detected* on this machine, or *assumed*. The table of cards is
-``cards.json``. Nothing here measures: ``headrace bench`` does.
+``cards.json``. Nothing here measures: ``headrace tune`` and ``headrace bench`` do.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ import math
 import os
 import shutil
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace.errors import ConfigError
 from headrace.units import GIB
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 # What the measured H200 reached of its data sheet (cards.json, "measured"): 783 of 989 TFLOP/s,
 # 49.3 in and 55.2 out of 63 GB/s, 40 each way when both directions run.
@@ -81,6 +84,46 @@ class Machine:
     def is_cpu(self) -> bool:
         """No GPU: the device is the host itself."""
         return self.gpu == "cpu"
+
+    @property
+    def rates(self) -> dict[str, Rate]:
+        """What speed rests on, by name with its unit."""
+        found = {
+            "matmul TFLOP/s": self.matmul_tflops,
+            "H2D GB/s": self.h2d,
+            "both ways GB/s": self.duplex,
+            "host update Gparam/s": self.update,
+        }
+        return found if self.num_gpus == 1 else {**found, "between cards GB/s": self.nvlink}
+
+
+def with_measured(machine: Machine, figures: Mapping[str, float]) -> Machine:
+    """A machine at rates that ``headrace tune`` measured on it; a rate that was given stays.
+
+    Args:
+        machine: the same one, as its table or its cores describe it.
+        figures: of the tune file, by name with its unit.
+
+    Raises:
+        KeyError: one is missing.
+    """
+
+    def rate(name: str, share: float = 1.0) -> Rate:
+        return Rate(value=figures[name] * share, origin="measured")
+
+    # Measured under the load of a step; a CPU's copies read and write its memory.
+    loaded = "" if machine.is_cpu else "_loaded"
+    to = rate("memory_gbps", 0.5) if machine.is_cpu else rate("h2d_loaded_gbps")
+    back = to if machine.is_cpu else rate("d2h_loaded_gbps")
+    given = machine.update.origin == "given"
+    return replace(
+        machine,
+        matmul_tflops=rate("products_tflops"),
+        h2d=to,
+        d2h=back,
+        duplex=min(to, back, key=lambda one: one.value),
+        update=machine.update if given else rate(f"update{loaded}_gparameters"),
+    )
 
 
 def _table() -> dict[str, Any]:

@@ -199,7 +199,7 @@ def _choice(choice: Choice, machine: Machine) -> dict[str, Any]:
     }
 
 
-def _notes(job: Job, machine: Machine, features: Features, choice: Choice) -> list[str]:
+def _notes(job: Job, machine: Machine, features: Features) -> list[str]:
     notes = []
     if job.moments not in features.moments:
         notes.append(
@@ -210,9 +210,15 @@ def _notes(job: Job, machine: Machine, features: Features, choice: Choice) -> li
         notes.append("host memory is not given (--host-memory), so it was not held against a limit")
     if machine.disk_bytes is None:
         notes.append("free disk is not given (--disk), so it was not held against a limit")
-    if choice.speed.origin in {"assumed", "derived"}:
+    weak = []
+    for origin, told in (("assumed", "assumed"), ("derived", "derived from data sheets")):
+        named = [f"{k} {r.value:.3g}" for k, r in machine.rates.items() if r.origin == origin]
+        weak += [f"{told} ({', '.join(named)})"] if named else []
+    if weak:
         notes.append(
-            f"speed rests on rates that are {choice.speed.origin}: 'headrace bench' measures them"
+            f"speed rests on rates that are {' and '.join(weak)}; on the machine itself 'headrace "
+            "tune CONFIG' measures them and 'headrace plan CONFIG' then takes them; --update-rate "
+            "takes what 'headrace bench update' prints there"
         )
     return notes
 
@@ -277,5 +283,5 @@ def predict(
         changes=tuple(changes),
         alternatives=() if choice.fits else _largest_that_fit(model, job, machine, planned),
         fsdp=None if machine.is_cpu else plan_fsdp(model, job, machine),
-        notes=(*said, *_notes(job, machine, features, choice)),
+        notes=(*said, *_notes(job, machine, features)),
     )

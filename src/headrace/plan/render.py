@@ -67,15 +67,7 @@ def _speed(plan: Prediction) -> list[str]:
 
 
 def _rates(plan: Prediction) -> str:
-    machine = plan.machine
-    named = [
-        ("matmul TFLOP/s", machine.matmul_tflops),
-        ("H2D GB/s", machine.h2d),
-        ("both ways GB/s", machine.duplex),
-        ("host update Gparam/s", machine.update),
-    ]
-    if machine.num_gpus > 1:
-        named.append(("between cards GB/s", machine.nvlink))
+    named = plan.machine.rates.items()
     return "Rates: " + ", ".join(f"{name} {r.value:.3g} ({r.origin})" for name, r in named)
 
 

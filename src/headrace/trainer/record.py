@@ -17,12 +17,12 @@ import time
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 import headrace
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import torch
 
 _FORMAT = 1
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow", "pydantic")
@@ -41,8 +41,8 @@ def versions() -> dict[str, str]:
     return found
 
 
-def hardware(device: torch.device) -> dict[str, Any]:
-    """What the run is on, as JSON types."""
+def host() -> dict[str, Any]:
+    """The processors and memory of this machine, as JSON types."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:  # noqa: PTH123 - not a user's file
             model = next(line.split(":", 1)[1].strip() for line in file if "model name" in line)
@@ -52,9 +52,17 @@ def hardware(device: torch.device) -> dict[str, Any]:
         "cpu": model,
         "num_cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-        "device": str(device),
-        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
     }
+
+
+def hardware(device: torch.device) -> dict[str, Any]:
+    """What the run is on, as JSON types."""
+    gpu = None
+    if device.type == "cuda":
+        import torch  # noqa: PLC0415 - a plan compares hosts without it
+
+        gpu = torch.cuda.get_device_name(device)
+    return {**host(), "device": str(device), "gpu": gpu}
 
 
 def model_hash(checkpoint: Path) -> str:
