@@ -114,8 +114,9 @@ balancing loss, load, idle experts and the check that recompute routes alike hol
 there. It takes routed experts that lie stacked in one module and run as grouped products, as in
 every family above; the self-test proves a class with slices, too. On several ranks each section is
 shared out by itself: every rank sends its part of each slice, and gradients are summed as those of
-whole layers are (with two ranks and two experts a token the same bits). Refused before anything is
-trained: models without such experts, more slices than a layer has experts, adapters.
+whole layers are (with two ranks and two experts a token the same bits). Adapters, their dropout and
+frozen parts are as with whole layers; frozen experts are sent, and have no gradient. Refused before
+anything is trained: models without such experts, more slices than a layer has experts.
 
 ## Packed documents
 

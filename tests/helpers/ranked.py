@@ -32,6 +32,7 @@ def trained(
     frozen_below=0,
     frozen="",
     constant=(),
+    lora=None,
     **settings,
 ):
     """Train a fresh tiny model; what the steps and an evaluation said, and this rank's planes.
@@ -44,7 +45,10 @@ def trained(
     below = ("model.embed_tokens", *kept) if frozen_below else ()
     spec = ModelSpec(
         config,
-        trainable=lambda name: not name.startswith(below) and not (frozen and frozen in name),
+        trainable=None
+        if lora
+        else lambda name: not name.startswith(below) and not (frozen and frozen in name),
+        lora=lora,
     )
     slices = settings.get("expert_slices", 1)
     share = Share(rank=ranks.rank, num_ranks=ranks.size)

@@ -79,6 +79,33 @@ def test_slices_of_experts_change_neither_weights_nor_checkpoints(make_config, t
         assert torch.equal(value, resumed[name]), name
 
 
+def test_adapters_beside_slices_of_experts_are_saved_as_beside_whole_layers(make_config, tmp_path):
+    """And go on without slices; the base's experts are in no file."""
+    base = train(make_config(model_config=MOE, output_dir=str(tmp_path / "base"), max_steps=1))
+
+    def run(name, slices, **keys):
+        keys = {"adapter": "lora", "lora_r": 4, "lora_dropout": 0.2, "max_grad_norm": 0} | keys
+        config = make_config(
+            model_config=None,
+            model_name_or_path=str(base.checkpoint),
+            max_steps=4,
+            output_dir=str(tmp_path / name),
+            engine={"expert_slices": slices},
+            **keys,
+        )
+        return load_file(train(config).checkpoint / "adapter_model.safetensors")
+
+    whole = run("whole", 1)
+    sliced = run("run", 3, save_strategy="steps", save_steps=2)
+    shutil.rmtree(tmp_path / "run" / "checkpoint-4")
+    resumed = run("run", 1, resume_from_checkpoint="auto")
+    assert sliced.keys() == resumed.keys() == whole.keys()
+    assert not any("experts" in name for name in whole)
+    for name, value in whole.items():
+        assert torch.equal(value, sliced[name]), name
+        assert torch.equal(value, resumed[name]), name
+
+
 def test_slices_of_a_model_without_experts_are_refused_before_training(make_config, tmp_path):
     with pytest.raises(ConfigError, match="has experts that lie stacked"):
         train(make_config(engine={"expert_slices": 2}))

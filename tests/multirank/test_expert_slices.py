@@ -9,6 +9,7 @@ from families import family_config
 from headrace.engine import EngineConfig
 from headrace.engine.refusals import checked_sections
 from headrace.errors import ConfigError
+from headrace.models.lora import LoraSettings
 from headrace.models.shrink import shrink
 from headrace.models.slices import plan_sections
 from headrace.models.spec import ModelSpec
@@ -43,6 +44,8 @@ def config_of(**values):
 
 
 BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+DROPPING = LoraSettings(rank=4, dropout=0.2)
+WITH_EXPERTS = LoraSettings(rank=2, layers=(2,), modules_to_save=("experts",))
 RACES = {"poison_slots": True, "lane_jitter_seconds": 0.001, "chunk_bytes": 4096}
 CASES = {
     "uneven, balanced": (2, {"config": config_of(**BALANCED), "num_batches": 5}, 3),
@@ -64,6 +67,17 @@ CASES = {
     ),
     "on the device": (2, {"config": config_of(), "device_units": 2, **RACES}, 2),
     "frozen experts": (2, {"config": config_of(), "frozen": "experts"}, 3),
+    "adapters with dropout": (2, {"config": config_of(**BALANCED), "lora": DROPPING, **RACES}, 3),
+    "adapters and experts": (
+        2,
+        {
+            "config": config_of(),
+            "lora": WITH_EXPERTS,
+            "num_batches": 5,
+            "micro_batches_per_wave": 2,
+        },
+        8,
+    ),
     "frozen below the last layer": (2, {"config": config_of(), "frozen_below": 2}, 8),
 }
 

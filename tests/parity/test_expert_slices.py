@@ -10,7 +10,6 @@ from transformers import AutoConfig
 from headrace.engine import AdamWConfig
 from headrace.engine.update import Updater
 from headrace.errors import ConfigError
-from headrace.models.lora import LoraSettings
 from headrace.models.slices import ExpertsStub, SliceOfExperts, plan_sections
 from headrace.models.spec import ModelSpec
 from headrace.selftest.checks import relative_errors, streamed_gradients
@@ -339,6 +338,3 @@ def test_slices_of_what_has_no_experts_are_refused():
     dense = ModelSpec(tiny_config())
     with pytest.raises(ConfigError, match="no layer of Qwen3ForCausalLM has experts"):
         make_engine(dense, ModelState(dense.units, "float32"), expert_slices=2)
-    adapted = ModelSpec(spec.config, lora=LoraSettings(rank=2))
-    with pytest.raises(ConfigError, match="layers with adapters are sent whole"):
-        make_engine(adapted, ModelState(adapted.units, "float32"), expert_slices=2)

@@ -35,7 +35,7 @@ class EngineConfig:
             the device instead of in host memory; None lets the trainer choose (on the CPU none).
         expert_slices: send the experts of a layer in so many slices, one after another, so that
             windows hold a slice and not a layer; such a layer recomputes. 1 sends layers whole;
-            None lets the trainer choose on CUDA: as few as fit. Without adapters.
+            None lets the trainer choose on CUDA: as few as fit.
         rows_per_micro_batch: cut micro-batches of more rows; None takes them as they come, or lets
             the trainer choose on CUDA. Not for models with a balancing loss: it is a mean over the
             tokens of a micro-batch.

@@ -47,12 +47,14 @@ class _Record:
         index_NK: the experts of each token.
         weights_NK: how each counts.
         experts_ND: what the experts returned.
+        seeds_B: of its dropout, for recompute to drop the same.
     """
 
     input_BTD: torch.Tensor
     index_NK: torch.Tensor
     weights_NK: torch.Tensor
     experts_ND: torch.Tensor
+    seeds_B: torch.Tensor | None
 
 
 @dataclass(kw_only=True)
@@ -65,6 +67,7 @@ class _Forward:
         weights_NK: how each counts.
         routed: which rows are whose.
         sum_ND: float32, of the experts so far.
+        seeds_B: of the layer's dropout, None for none.
     """
 
     given_ND: torch.Tensor
@@ -72,6 +75,7 @@ class _Forward:
     weights_NK: torch.Tensor
     routed: Routed
     sum_ND: torch.Tensor
+    seeds_B: torch.Tensor | None
 
 
 @dataclass(kw_only=True)
@@ -122,6 +126,7 @@ class SlicedLayers:
         *,
         accumulator: GradientSlot | None = None,
         seen: Callable[[int, tuple[RouterOutput, ...]], None] | None = None,
+        seeds: Sequence[torch.Tensor] | None = None,
     ) -> None:
         """One stage of every micro-batch.
 
@@ -132,11 +137,15 @@ class SlicedLayers:
             arguments: of each micro-batch, by layer.
             accumulator: where backward, if there will be one, sums the section's gradient.
             seen: told by the opening what the routers of each micro-batch said.
+            seeds: of dropout in each micro-batch, by layer and row.
         """
         if use.stage == "open":
             for m, hidden_BTD in enumerate(hidden):
                 given = arguments[m][use.layer]
-                opened, routers = self._open(use.layer, slot, hidden_BTD, given, accumulator)
+                seeds_B = seeds[m][use.layer] if seeds else None
+                opened, routers = self._open(
+                    use.layer, slot, hidden_BTD, given, accumulator=accumulator, seeds_B=seeds_B
+                )
                 self._forward.append(opened)
                 if seen is not None:
                     seen(m, routers)
@@ -220,7 +229,9 @@ class SlicedLayers:
         slot: Slot,
         hidden_BTD: torch.Tensor,
         arguments: LayerArguments,
+        *,
         accumulator: GradientSlot | None,
+        seeds_B: torch.Tensor | None,
     ) -> tuple[_Forward, tuple[RouterOutput, ...]]:
         """What the experts are called with; the layer's output is not the true one."""
         experts = self._experts[layer]
@@ -235,6 +246,7 @@ class SlicedLayers:
                 arguments,
                 keep=False,
                 sums=None if accumulator is None else self._sums(layer, accumulator),
+                seeds_B=seeds_B,
                 experts_ND=hidden_BTD.new_zeros(shape),
             )
         assert output.experts is not None
@@ -245,6 +257,7 @@ class SlicedLayers:
             weights_NK=weights_NK,
             routed=Routed.of(index_NK, experts.num_experts),
             sum_ND=given_ND.new_zeros(shape, dtype=_sum_dtype(given_ND)),
+            seeds_B=seeds_B,
         )
         return opened, tuple(router.detached() for router in output.routers)
 
@@ -263,16 +276,13 @@ class SlicedLayers:
             index_NK=opened.index_NK,
             weights_NK=opened.weights_NK,
             experts_ND=opened.sum_ND.to(opened.given_ND.dtype),
+            seeds_B=opened.seeds_B,
         )
         with torch.no_grad():
             output = self._templates.run(
-                layer,
-                slot.parameters(self._layout(layer)),
-                record.input_BTD,
-                arguments,
-                keep=False,
-                experts_ND=record.experts_ND,
-            )
+                layer, slot.parameters(self._layout(layer)), record.input_BTD, arguments,
+                keep=False, seeds_B=record.seeds_B, experts_ND=record.experts_ND,
+            )  # fmt: skip
         hidden[m] = output.hidden_BTD.detach()
         return record
 
@@ -294,6 +304,7 @@ class SlicedLayers:
                 record.input_BTD,
                 arguments,
                 keep=False,
+                seeds_B=record.seeds_B,
                 experts_ND=experts_ND,
             )
         (experts_grad_ND,) = torch.autograd.grad(output.hidden_BTD, experts_ND, hidden_grad_BTD)
@@ -354,14 +365,9 @@ class SlicedLayers:
         input_BTD = record.input_BTD.detach().requires_grad_()
         with torch.enable_grad():
             output = self._templates.run(
-                layer,
-                slot.parameters(layout),
-                input_BTD,
-                arguments,
-                keep=False,
-                sums=sums,
-                experts_ND=record.experts_ND,
-            )
+                layer, slot.parameters(layout), input_BTD, arguments,
+                keep=False, sums=sums, seeds_B=record.seeds_B, experts_ND=record.experts_ND,
+            )  # fmt: skip
         assert output.experts is not None
         if output.routers:
             routing.again(layer, micro_batch, output.routers)

@@ -209,6 +209,7 @@ class Waves:
                     arguments,
                     accumulator=self._accumulators.layer(use.layer) if reached else None,
                     seen=functools.partial(_seen, routing, use.layer, wave),
+                    seeds=dropout_seeds,
                 )
                 continue
             row = []

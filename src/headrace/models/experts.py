@@ -181,7 +181,9 @@ class _AddBias(torch.autograd.Function):
         return rows_SO + bias_XO[expert_S.int()]
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        if not ctx.needs_input_grad[1]:  # a frozen bias
+            return grads[0], None, None
         (expert_S,) = ctx.saved_tensors
         experts_X = torch.arange(ctx.num_experts, device=expert_S.device)
         belongs_SX = (expert_S[:, None] == experts_X).to(grads[0].dtype)
@@ -324,8 +326,15 @@ def _save(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> N
     ctx.save_for_backward(*inputs)
 
 
-def _backward(ctx: Any, grad_SO: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-    grads = torch.ops.headrace.grouped_matmul_backward_v1(grad_SO.contiguous(), *ctx.saved_tensors)
+def _backward(
+    ctx: Any, grad_SO: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    rows_SI, weight_XIO, ends_X = ctx.saved_tensors
+    grad_SO = grad_SO.contiguous()
+    if not ctx.needs_input_grad[1]:  # frozen experts: the same product, and no matrix of theirs
+        back_XOI = weight_XIO.transpose(1, 2)
+        return torch.ops.headrace.grouped_matmul_v1(grad_SO, back_XOI, ends_X), None, None
+    grads = torch.ops.headrace.grouped_matmul_backward_v1(grad_SO, rows_SI, weight_XIO, ends_X)
     return (*grads, None)
 
 

@@ -111,16 +111,11 @@ def check_slices(spec: ModelSpec, num_slices: int) -> None:
     """Refuse what cannot be cut.
 
     Raises:
-        ConfigError: the model has no experts that can be, or fewer; it has adapters.
+        ConfigError: the model has no experts that can be, or fewer.
     """
     if num_slices == 1:
         return
     given = f"engine.expert_slices is {num_slices}, but "
-    if spec.adapters is not None:
-        raise ConfigError(
-            f"{given}layers with adapters are sent whole",
-            remedy="leave it out, or train without adapter",
-        )
     if not spec.experts:
         raise ConfigError(
             f"{given}no layer of {type(spec.model).__name__} has experts that lie stacked in one "

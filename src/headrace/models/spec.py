@@ -183,9 +183,7 @@ class ModelSpec:
 
     @functools.cached_property
     def experts(self) -> dict[int, StackedExperts]:
-        """By layer, experts that can be sent in slices; none of a model with adapters."""
-        if self.adapters is not None:
-            return {}
+        """By layer, experts that can be sent in slices."""
         found = {}
         for index, layer in enumerate(self.parts.layers):
             experts = find_experts(layer)

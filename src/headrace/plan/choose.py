@@ -125,7 +125,7 @@ def choose(model: Architecture, job: Job, machine: Machine, features: Features) 
 
 def _slice_counts(model: Architecture, job: Job) -> list[int]:
     """Numbers of slices of experts to try, the fewest first."""
-    most, given = most_slices(model, job), job.expert_slices
+    most, given = most_slices(model), job.expert_slices
     if given is None:
         return [*itertools.takewhile(lambda n: n < most, (1 << p for p in itertools.count())), most]
     if given > most:
@@ -133,7 +133,7 @@ def _slice_counts(model: Architecture, job: Job) -> list[int]:
             f"engine.expert_slices is {given}, and here the experts of a layer can be sent in at "
             f"most {most}",
             remedy="leave it out: only layers of experts can be cut, as many times as they have "
-            "experts, and without adapters",
+            "experts",
         )
     return [given]
 

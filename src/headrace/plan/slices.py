@@ -15,11 +15,10 @@ if TYPE_CHECKING:
 _UNEVEN = 2.0  # rows of the busiest slice of experts over the even share
 
 
-def most_slices(model: Architecture, job: Job) -> int:
-    """As many slices as the experts of a layer can be sent in; 1 where layers are sent whole."""
+def most_slices(model: Architecture) -> int:
+    """As many slices as the experts of a layer can be sent in; 1 where layers have none."""
     counts = [layer.experts.count for layer in model.layers if layer.experts is not None]
-    adapters = job.lora_rank is not None or (job.trained is not None and job.trained.added > 0)
-    return 1 if adapters else min(counts, default=1)
+    return min(counts, default=1)
 
 
 def is_sliced(index: int, layer: Layer, job: Job) -> bool:

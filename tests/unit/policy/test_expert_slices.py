@@ -1,10 +1,13 @@
 """Slices of experts: chosen where no whole layer fits, and counted as the engine allocates."""
 
+from dataclasses import replace
+
 import pytest
 from transformers import AutoConfig
 
 from headrace.engine import Engine, EngineConfig
 from headrace.errors import CapacityError, ConfigError
+from headrace.models.lora import LoraSettings
 from headrace.models.spec import ModelSpec
 from headrace.plan.architecture import read_architecture
 from headrace.plan.choose import choose as plan_choose
@@ -76,14 +79,15 @@ def test_a_sliced_layer_recomputes_and_takes_longer(large):
 
 @pytest.mark.parametrize("waves", [1, 2])
 @pytest.mark.parametrize("slices", [1, 3, 8])
-def test_bytes_are_those_the_engine_allocates(slices, waves):
+@pytest.mark.parametrize("lora", [None, LoraSettings(rank=3, layers=(1, 2))])
+def test_bytes_are_those_the_engine_allocates(slices, waves, lora):
     """Windows and accumulators of a small model, to the byte."""
     config = AutoConfig.for_model(
         "qwen3_moe", hidden_size=32, moe_intermediate_size=24, intermediate_size=40, head_dim=16,
         num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, vocab_size=96,
         num_experts=8, num_experts_per_tok=2, mlp_only_layers=[0],
     )  # fmt: skip
-    spec = ModelSpec(config)
+    spec = ModelSpec(config, lora=lora)
     state = filled_state(spec)
     settings = EngineConfig(
         expert_slices=slices, micro_batches_per_wave=2 // waves, update_threads=1, device_units=0
@@ -97,6 +101,18 @@ def test_bytes_are_those_the_engine_allocates(slices, waves):
         assert budget.device["weight slots"] == sum(s.flat.nbytes for s in slots)
         accumulators = [sums.embed, sums.head, *sums._layers]
         assert budget.device["gradient accumulators"] == sum(s.flat.nbytes for s in accumulators)
+        assert budget.host["returned gradients"] == engine.updater.pending_bytes
+        assert budget.host["state"] == sum(unit.num_bytes for unit in state.units)
+
+
+def test_adapters_beside_experts_leave_room_for_larger_slices():
+    """A layer with frozen experts takes windows, and no accumulator of its size."""
+    adapted = ModelSpec(AutoConfig.for_model(**LARGE), lora=LoraSettings(rank=8))
+    found = [chosen(adapted, gib).config.expert_slices for gib in (48, 24, 16)]
+    assert found == sorted(found)
+    assert 1 < found[-1] <= 8
+    with pytest.raises(CapacityError, match="no placement fits"):
+        chosen(adapted, 16, EngineConfig(expert_slices=1))
 
 
 @pytest.mark.parametrize("slices", [1, 3, 32])
@@ -131,6 +147,9 @@ def test_the_plan_cuts_layers_where_none_fits_whole():
     assert plan_choose(model, Job(tokens_per_step=8192), machine, THIS_VERSION).slices == found[2]
     adapters = Job(tokens_per_step=4096, lora_rank=4)
     machine = describe_machine(gpu="rtx-4090", num_gpus=1, host_bytes=None)
+    # Frozen experts return nothing: windows alone must hold a slice, not gradients.
     assert plan_choose(model, adapters, machine, THIS_VERSION).slices == 1
+    smaller = replace(machine, memory_bytes=replace(machine.memory_bytes, value=16.0 * GIB))
+    assert 1 < plan_choose(model, adapters, smaller, THIS_VERSION).slices <= 4
     with pytest.raises(ConfigError, match=r"expert_slices is 33, and here .* at most 32"):
         plan_choose(model, Job(expert_slices=33), machine, THIS_VERSION)
