@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import signal
 import xml.etree.ElementTree as ET
 from datetime import date
 
 import pytest
 from rich.console import Console
 
+from headrace.cli import main
 from headrace.cli import quickstart as verb
+from headrace.engine import Engine
 from headrace.errors import ConfigError
 from headrace.quickstart import run, sources
 from headrace.quickstart.panel import PanelConfig
@@ -168,3 +172,41 @@ def test_the_command_ends_with_verdict_and_path(tmp_path, capsys, monkeypatch):
     verb.app(["--output-dir", str(tmp_path), "--json"], standalone_mode=False)
     assert json.loads(capsys.readouterr().out)["verdicts"] == {"a": "skill"}
     assert asked["console"].stderr
+
+
+@pytest.mark.parametrize("where", ["embeddings", "training"])
+def test_ctrl_c_says_a_line_and_the_same_command_goes_on(
+    where, tmp_path, short_texts, capsys, monkeypatch
+):
+    """Exit code 130; in training the step is finished and saved first."""
+    whole, step = run.quickstart, Engine.step
+    config = tiny(tmp_path / "work")
+    monkeypatch.setattr(run, "quickstart", lambda _config, console: whole(config, console))
+
+    def asked(*_arguments, **_more):
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def step_asked(self, *arguments, **settings):
+        in_a_run = signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+        if in_a_run and self.state.optimizer_step == 1:
+            asked()
+        return step(self, *arguments, **settings)
+
+    with monkeypatch.context() as patch:
+        if where == "training":
+            patch.setattr(Engine, "step", step_asked)
+        else:
+            patch.setattr(run, "embed_networks", asked)
+        with pytest.raises(SystemExit) as ended:
+            main(["quickstart", "--output-dir", str(config.output_dir)])
+    assert ended.value.code == 130
+    err = capsys.readouterr().err.splitlines()
+    said = [line for line in err if line.startswith("headrace quickstart: ")]
+    assert len(said) == 1, err
+    assert "the same command goes on from there" in said[0]
+    with pytest.raises(SystemExit) as ended:
+        main(["quickstart", "--output-dir", str(config.output_dir)])
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    assert out.count("done before") == (5 if where == "embeddings" else 2)
+    assert ("checkpoint-2, step 2" in out) == (where == "training"), out

@@ -112,6 +112,11 @@ def _run(verb: str, arguments: list[str]) -> int:
     except KeyboardInterrupt:
         print(f"headrace {verb}: interrupted", file=sys.stderr)
         return 130
+    except SystemExit as ended:
+        # typer makes of Ctrl-C in a verb an exit that says nothing.
+        if type(getattr(ended.__context__, "__cause__", None)) is KeyboardInterrupt:
+            print(f"headrace {verb}: interrupted", file=sys.stderr)
+        raise
     except OSError as error:
         if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
             raise

@@ -57,18 +57,22 @@ def quickstart(
     if model_cutoff is not None and model is None:
         raise ConfigError("--model-cutoff says something of --model, which is not given")
     console = Console(stderr=json)
-    result = run(
-        QuickstartConfig(
-            output_dir=output_dir,
-            model=model,
-            model_cutoff=None if model_cutoff is None else model_cutoff.date(),
-            steps=steps,
-            seed=seed,
-            panel=PanelConfig() if model is None else LIGHT_PANEL,
-            num_twins=5 if model is None else LIGHT_TWINS,
-        ),
-        console,
+    config = QuickstartConfig(
+        output_dir=output_dir,
+        model=model,
+        model_cutoff=None if model_cutoff is None else model_cutoff.date(),
+        steps=steps,
+        seed=seed,
+        panel=PanelConfig() if model is None else LIGHT_PANEL,
+        num_twins=5 if model is None else LIGHT_TWINS,
     )
+    try:
+        result = run(config, console)
+    except KeyboardInterrupt as stopped:
+        typer.echo(
+            "headrace quickstart: interrupted; the same command goes on from there", err=True
+        )
+        raise typer.Exit(getattr(stopped, "exit_code", 130)) from None
     if json:
         print(dumps(result.to_json(), ensure_ascii=False))
         return

@@ -183,10 +183,12 @@ class _Run:
         settings["overwrite_output_dir"] = not resumed
         result = train(settings, console=self._console)
         if result.status != "finished":
-            raise HeadraceError(
-                f"training of {name} was stopped at step {result.step} of {result.num_steps}",
-                remedy="run the same command again: it goes on from the last checkpoint",
+            stopped = HeadraceError(
+                f"training of {name} was stopped at step {result.step} of {result.num_steps}; the "
+                "same command goes on from there"
             )
+            stopped.exit_code = result.exit_code or stopped.exit_code  # of the signal
+            raise stopped
 
     def _checkpoint(self, name: str) -> Path:
         from headrace.store.checkpoint import latest_checkpoint  # noqa: PLC0415 (loads torch)

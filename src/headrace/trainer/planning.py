@@ -44,7 +44,7 @@ NO_EFFECT = frozenset(
         "seed", "data_seed", "output_dir", "overwrite_output_dir", "run_name", "report_to",
         "progress", "logging_steps", "data_cache_dir", "dataset_num_proc", "chat_template",
         "eos_token", "special_tokens", "trust_remote_code", "shuffle", "resume_from_checkpoint",
-        "requeue", "tune_file",
+        "requeue",
         # the optimizer's numbers, not its size
         "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps",
         "warmup_ratio", "optim", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",

@@ -118,7 +118,7 @@ CHANGES = {
     "compile": {"engine": {"compile": False}},
 }  # fmt: skip
 # Those whose change is shown elsewhere: where nothing else is named, an adapter's folder, experts.
-ELSEWHERE = {"device", "lora_model_dir", "streaming", "expert_slices"}
+ELSEWHERE = {"device", "lora_model_dir", "streaming", "expert_slices", "tune_file"}
 
 
 def test_every_key_is_read_or_named():
