@@ -112,6 +112,14 @@ class Updater:
         self._on_device = DeviceOptimizer(
             state, self._optimizer, self._norms, device=device, dtype=self._dtype
         )
+        # By unit and section, what of it is here, each with its place in the section.
+        self._places = [
+            [
+                [(chunk, at) for chunk in chunks if (at := part.place(chunk.start)) is not None]
+                for part in parts
+            ]
+            for parts, chunks in zip(sections, self._optimizer.chunks, strict=True)
+        ]
         self._gates = {chunk: ChunkGate() for unit in self._optimizer.chunks for chunk in unit}
         timeout = config.lane_timeout_seconds
         self._tracer = tracer
@@ -179,10 +187,7 @@ class Updater:
             )
             slot.returned = self._returned[unit] = ticket
             return ticket
-        for chunk in self._optimizer.chunks[unit]:
-            at = part.place(chunk.start)
-            if at is None:
-                continue
+        for chunk, at in self._places[unit][section]:
             self._returning = unit
             work = self._return_work(chunk, slot, at)
             ticket = self._d2h.submit(work, after, label=label)
