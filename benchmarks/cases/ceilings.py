@@ -5,15 +5,16 @@ Absolute figures move from machine to machine; every ratio is against a ceiling 
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.cases.common import SHAPES, default_device, synchronize
+from benchmarks.cases.common import SHAPES, default_device
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
+
+    from headrace.policy.timing import Timer
+
+_QUEUED = 20  # products between two synchronisations
 
 DATA_SHEET_TFLOPS = {"NVIDIA H200": 989.0, "NVIDIA H100 80GB HBM3": 989.0,
                      "NVIDIA A100-SXM4-80GB": 312.0}  # fmt: skip
@@ -27,6 +28,8 @@ def ceilings_case(
     """Rates of this run; what a CPU has no counterpart for is left out there."""
     import torch
 
+    from headrace.policy.timing import Timer
+
     device = default_device()
     timed = Timer(device)
     square = product_rate(timed, device, size, size, size)
@@ -38,26 +41,9 @@ def ceilings_case(
     }
     result["data_sheet_tflops"] = DATA_SHEET_TFLOPS.get(result["device"])
     if device.type == "cuda":
-        result["matmul_sustained_tflops"] = sustained_rate(device, size) / 1e12
+        result["matmul_sustained_tflops"] = sustained_rate(timed, device, size) / 1e12
         result |= copy_rates(timed, device, copy_bytes)
     return result
-
-
-class Timer:
-    """Seconds a repetition of device work, after one that does not count."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def __call__(self, work: Callable[[], object], repeats: int) -> float:
-        """Mean seconds of ``work``."""
-        work()
-        synchronize(self._device)
-        begun = time.perf_counter()
-        for _ in range(repeats):
-            work()
-        synchronize(self._device)
-        return (time.perf_counter() - begun) / repeats
 
 
 def product_rate(timed: Timer, device: torch.device, m: int, k: int, n: int) -> float:
@@ -69,29 +55,21 @@ def product_rate(timed: Timer, device: torch.device, m: int, k: int, n: int) -> 
     out = torch.empty(m, n, device=device, dtype=torch.bfloat16)
     flops = 2.0 * m * k * n
     repeats = max(3, min(50, int(2e13 / flops))) if device.type == "cuda" else 1
-    return flops / timed(lambda: torch.mm(a, b, out=out), repeats)
+    return flops / timed.mean(lambda: torch.mm(a, b, out=out), repeats)
 
 
-def sustained_rate(device: torch.device, size: int, seconds: float = 3.0) -> float:
-    """FLOPs a second of the same product over ``seconds``; one second before does not count.
-
-    A card at its power limit lowers its clock within a fraction of a second; a short measurement
-    on a cool chip shows what no step can reach.
-    """
+def sustained_rate(timed: Timer, device: torch.device, size: int, seconds: float = 4.0) -> float:
+    """FLOPs a second of the same product, many at a time, over ``seconds``; see ``Timer.rate``."""
     import torch
 
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)
-    done, begun = 0, time.perf_counter()
-    started = begun
-    while (now := time.perf_counter()) - begun < seconds + 1.0:
-        if now - begun < 1.0:
-            done, started = 0, now
-        for _ in range(20):
+
+    def work() -> None:
+        for _ in range(_QUEUED):
             torch.mm(a, b, out=out)
-        done += 20
-        synchronize(device)
-    return 2.0 * size**3 * done / (time.perf_counter() - started)
+
+    return 2.0 * size**3 * _QUEUED * timed.rate(work, seconds)
 
 
 def layer_products(name: str) -> dict[str, tuple[int, int]]:
@@ -128,23 +106,11 @@ def shape_rates(timed: Timer, device: torch.device, name: str, tokens: int) -> d
 
 def copy_rates(timed: Timer, device: torch.device, num_bytes: int) -> dict[str, float]:
     """GB/s to the device, to the host, each way at once, and inside the device."""
-    import torch
+    from headrace.policy.timing import Copies
 
-    hosts = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    devices = [torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
-    h2d = timed(lambda: devices[0].copy_(hosts[0], non_blocking=True), 4)
-    d2h = timed(lambda: hosts[1].copy_(devices[1], non_blocking=True), 4)
-    inside = timed(lambda: devices[0].copy_(devices[1]), 20)
-    side = torch.cuda.Stream(device)
-
-    def both() -> None:
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            hosts[1].copy_(devices[1], non_blocking=True)
-        devices[0].copy_(hosts[0], non_blocking=True)
-        torch.cuda.current_stream().wait_stream(side)
-
-    duplex = timed(both, 4)
+    copies = Copies(device, num_bytes)
+    h2d, d2h = timed.mean(copies.to_device, 4), timed.mean(copies.to_host, 4)
+    inside, duplex = timed.mean(copies.inside, 20), timed.mean(copies.both, 4)
     return {
         "h2d_gbps": num_bytes / h2d / 1e9,
         "d2h_gbps": num_bytes / d2h / 1e9,

@@ -15,7 +15,6 @@ import time
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.cases.ceilings import Timer
 from benchmarks.cases.common import (
     SEQUENCE,
     default_device,
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     import torch
 
     from headrace.models.spec import ModelSpec
+    from headrace.policy.timing import Timer
 
 
 def experts_case(
@@ -58,6 +58,7 @@ def experts_case(
 
     from headrace.models.flops import flops_per_token
     from headrace.models.spec import ModelSpec
+    from headrace.policy.timing import Timer
 
     device = default_device()
     cuda = device.type == "cuda"
@@ -74,7 +75,7 @@ def experts_case(
             torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated() if cuda else 0
         allocations = _device_allocations() if cuda else 0
-        seconds = timed(lambda keep=keep: layers.run(keep=keep), repeats) / num_layers
+        seconds = timed.mean(lambda keep=keep: layers.run(keep=keep), repeats) / num_layers
         allocations = _device_allocations() - allocations if cuda else 0
         held = torch.cuda.max_memory_allocated() - before if cuda else 0
         result[name] = {
@@ -221,7 +222,7 @@ def floors(
         def both() -> None:
             torch.autograd.grad(function(*inputs), inputs, upstream)
 
-        return timed(both, repeats) * 1e3
+        return timed.mean(both, repeats) * 1e3
 
     ends = torch.linspace(0, assigned, experts + 1, device=device)[1:].round().to(torch.int32)
     found = defaultdict(float)

@@ -12,7 +12,6 @@ import importlib.util
 import sys
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.cases.ceilings import Timer
 from benchmarks.cases.common import default_device, report
 from benchmarks.cases.experts import Layers
 from benchmarks.cases.kernels import profile
@@ -21,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
+
+    from headrace.policy.timing import Timer
 
     Inputs = list[torch.Tensor]
     Rule = Callable[..., torch.Tensor]
@@ -52,6 +53,7 @@ def hybrid_case(
     import torch
 
     from headrace.models.families import gated_delta, gated_delta_kernel
+    from headrace.policy.timing import Timer
 
     device = default_device()
     cuda = device.type == "cuda"
@@ -147,12 +149,12 @@ def measured(
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated() if cuda else 0
-    both = timed(lambda: gradients(rule, inputs, cu_seqlens), repeats)
+    both = timed.mean(lambda: gradients(rule, inputs, cu_seqlens), repeats)
     peak = torch.cuda.max_memory_allocated() - before if cuda else 0
     return {
         "both_milliseconds": both * 1e3,
         "peak_bytes_a_token": peak / inputs[0].shape[1],
-        "forward_milliseconds": timed(forward, repeats) * 1e3,
+        "forward_milliseconds": timed.mean(forward, repeats) * 1e3,
     }
 
 
@@ -180,7 +182,7 @@ def layer_speed(
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated() if cuda else 0
-    seconds = timed(lambda: layers.run(keep=True), repeats) / 2
+    seconds = timed.mean(lambda: layers.run(keep=True), repeats) / 2
     peak = torch.cuda.max_memory_allocated() - before if cuda else 0
     result: dict[str, Any] = {
         "milliseconds": seconds * 1e3,

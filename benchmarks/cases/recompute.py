@@ -10,7 +10,6 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
-from benchmarks.cases.ceilings import Timer
 from benchmarks.cases.common import SEQUENCE, default_device, qwen3_config, report
 from benchmarks.cases.experts import Layers
 
@@ -42,6 +41,7 @@ def recompute_case(
     from headrace.models.left_out import left_out, num_left_out
     from headrace.models.spec import ModelSpec
     from headrace.models.templates import Templates
+    from headrace.policy.timing import Timer
 
     device = default_device()
     cuda = device.type == "cuda"
@@ -78,7 +78,7 @@ def recompute_case(
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(turns):
         for name, layers in ways.items():
-            one = timed(lambda layers=layers: layers.run(keep=False), repeats) / num_layers
+            one = timed.mean(lambda layers=layers: layers.run(keep=False), repeats) / num_layers
             seconds[name].append(one)
     for name, all_turns in seconds.items():
         result[name] |= {

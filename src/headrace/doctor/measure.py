@@ -13,6 +13,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from headrace.policy.timing import Copies
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -88,23 +90,11 @@ def measure_card(index: int) -> Transfers:
     """Transfers and attention of one CUDA card."""
     device = torch.device("cuda", index)
     with torch.cuda.device(device):
-        host_in, host_out = (
-            torch.empty(_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)
-        )
-        there, back = (torch.empty(_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
-        other = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-        def both() -> None:
-            other.wait_stream(torch.cuda.current_stream(device))
-            there.copy_(host_in, non_blocking=True)
-            with torch.cuda.stream(other):
-                host_out.copy_(back, non_blocking=True)
-            torch.cuda.current_stream(device).wait_stream(other)
-
+        copies = Copies(device, _BYTES)
         giga = _BYTES / 1e9
         return Transfers(
-            h2d=giga / _seconds(lambda: there.copy_(host_in, non_blocking=True), device),
-            d2h=giga / _seconds(lambda: host_out.copy_(back, non_blocking=True), device),
-            duplex=giga / _seconds(both, device),
+            h2d=giga / _seconds(copies.to_device, device),
+            d2h=giga / _seconds(copies.to_host, device),
+            duplex=giga / _seconds(copies.both, device),
             attention=_attention(device),
         )

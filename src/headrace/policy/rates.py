@@ -25,10 +25,11 @@ from headrace.kernels.coefficients import coefficients
 from headrace.kernels.headroom import Headroom
 from headrace.models.attention import attention, pinned_backend
 from headrace.policy.steptime import Rates
+from headrace.policy.timing import Copies, Timer
 from headrace.store.arena import Arena
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from headrace.models.spec import ModelSpec
     from headrace.policy.budget import Workload
@@ -107,12 +108,12 @@ def _measured(
     spec: ModelSpec, workload: Workload, effort: Effort, device: torch.device, num_threads: int
 ) -> MeasuredRates:
     cuda = device.type == "cuda"
-    timer = _Timer(device, effort.seconds)
+    timer = Timer(device)
     tokens = min(workload.tokens, effort.tokens)
-    products = _product_rate(spec, tokens, timer)
+    products = _product_rate(spec, tokens, timer, effort.seconds)
     flops = products * LAYER_SHARE
     length = min(workload.sequence_length, tokens)
-    attended = _attention_rate(spec, max(1, tokens // length), length, timer)
+    attended = _attention_rate(spec, max(1, tokens // length), length, timer, effort.seconds)
     figures = {"products_tflops": products / 1e12, "attention_tflops": attended / 1e12}
     with _HostUpdate(effort.parameters, num_threads) as update:
         alone = update.rate(effort.seconds)
@@ -146,36 +147,7 @@ def _measured(
     )
 
 
-class _Timer:
-    """Repetitions a second of device work."""
-
-    def __init__(self, device: torch.device, seconds: float) -> None:
-        self.device = device
-        self.seconds = seconds
-        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-
-    def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def __call__(self, work: Callable[[], object]) -> float:
-        """Calls of ``work`` a second."""
-        work()
-        self.synchronize()
-        begun = started = time.perf_counter()
-        count = 0
-        while True:
-            work()
-            count += 1
-            self.synchronize()
-            now = time.perf_counter()
-            if now - begun >= self.seconds:
-                return count / (now - started)
-            if now - begun < self.seconds / 3:
-                started, count = now, 0
-
-
-def _product_rate(spec: ModelSpec, tokens: int, timer: _Timer) -> float:
+def _product_rate(spec: ModelSpec, tokens: int, timer: Timer, seconds: float) -> float:
     """FLOPs a second of the products of the largest layer's matrices, one after another."""
     layer = max(spec.units[1:-1], key=lambda unit: unit.size)
     shapes = [param.shape[-2:] for param in layer.params if len(param.shape) >= 2]
@@ -187,14 +159,14 @@ def _product_rate(spec: ModelSpec, tokens: int, timer: _Timer) -> float:
         for shape in shapes:
             torch.mm(inputs[shape[1]], weights[shape].T)
 
-    return 2.0 * tokens * sum(o * i for o, i in shapes) * timer(work)
+    return 2.0 * tokens * sum(o * i for o, i in shapes) * timer.rate(work, seconds)
 
 
 class _Caller(torch.nn.Module):
     is_causal = True
 
 
-def _attention_rate(spec: ModelSpec, rows: int, length: int, timer: _Timer) -> float:
+def _attention_rate(spec: ModelSpec, rows: int, length: int, timer: Timer, seconds: float) -> float:
     """Model FLOPs a second of causal attention, forward and backward."""
     config = spec.config
     heads = int(config.num_attention_heads)
@@ -215,7 +187,7 @@ def _attention_rate(spec: ModelSpec, rows: int, length: int, timer: _Timer) -> f
 
     with pinned_backend(deterministic=False):
         # As models.flops counts: half of the full square.
-        return 6.0 * heads * size * length**2 * rows * timer(work)
+        return 6.0 * heads * size * length**2 * rows * timer.rate(work, seconds)
 
 
 class _HostUpdate:
@@ -292,34 +264,22 @@ class _HostUpdate:
             raise failures[0]
 
 
-def _transfers(update: _HostUpdate, effort: Effort, timer: _Timer) -> dict[str, float]:
+def _transfers(update: _HostUpdate, effort: Effort, timer: Timer) -> dict[str, float]:
     """Bytes a second each way while both run and the host updates, its rate, and the device's."""
-    size = effort.copy_bytes
-    hosts = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    devices = [torch.empty(size, dtype=torch.uint8, device=timer.device) for _ in range(2)]
-    side = torch.cuda.Stream(timer.device)  # type: ignore[no-untyped-call]
-
-    def both() -> None:
-        current = torch.cuda.current_stream(timer.device)
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            hosts[1].copy_(devices[1], non_blocking=True)
-        devices[0].copy_(hosts[0], non_blocking=True)
-        current.wait_stream(side)
-
+    copies, size = Copies(timer.device, effort.copy_bytes), effort.copy_bytes
     found: dict[str, float] = {}
     with update.running(found):
-        each_way = size * timer(both)
-    inside = 2 * size * timer(lambda: devices[0].copy_(devices[1]))
+        each_way = size * timer.rate(copies.both, effort.seconds)
+    inside = 2 * size * timer.rate(copies.inside, effort.seconds)
     return {**found, "h2d": each_way, "d2h": each_way, "inside": inside}
 
 
-def _copy_rate(effort: Effort, timer: _Timer) -> float:
+def _copy_rate(effort: Effort, timer: Timer) -> float:
     source, target = (torch.zeros(effort.copy_bytes, dtype=torch.uint8) for _ in range(2))
-    return effort.copy_bytes * timer(lambda: target.copy_(source))
+    return effort.copy_bytes * timer.rate(lambda: target.copy_(source), effort.seconds)
 
 
-def _device_update_rate(effort: Effort, timer: _Timer) -> float:
+def _device_update_rate(effort: Effort, timer: Timer) -> float:
     """Parameters a second that the device updates."""
     num = effort.parameters
     options: dict[str, Any] = {"device": timer.device}
@@ -327,6 +287,7 @@ def _device_update_rate(effort: Effort, timer: _Timer) -> float:
     lo = torch.zeros(num, dtype=torch.int16, **options)
     exp_avg, exp_avg_sq = (torch.zeros(num, **options) for _ in range(2))
     factors = coefficients(step=10, **_OPTIMIZER)
-    return num * timer(
-        lambda: device_kernels.adamw_split(hi, lo, exp_avg, exp_avg_sq, gradient, c=factors)
+    return num * timer.rate(
+        lambda: device_kernels.adamw_split(hi, lo, exp_avg, exp_avg_sq, gradient, c=factors),
+        effort.seconds,
     )

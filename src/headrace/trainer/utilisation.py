@@ -7,12 +7,11 @@ states for the card. FLOPs are counted by :mod:`headrace.models.flops`.
 
 from __future__ import annotations
 
-import time
-
 import torch
 
 from headrace.errors import ConfigError
 from headrace.plan.machine import find_card
+from headrace.policy.timing import Timer
 
 _REPEATS = 5
 _SIZE = {"cuda": 8192, "cpu": 512}
@@ -32,23 +31,18 @@ def measure_matmul(device: torch.device) -> float:
     A few milliseconds, and 400 MB on a card; give them before the state is placed.
     """
     size = _SIZE[device.type]
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    out = torch.empty_like(left)
-    torch.mm(left, right, out=out)
-    best = float("inf")
-    for _ in range(_REPEATS):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        started = time.perf_counter()
-        torch.mm(left, right, out=out)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - started)
-    del left, right, out
+    seconds = _product_seconds(size, Timer(device))
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return 2.0 * size**3 / best
+    return 2.0 * size**3 / seconds
+
+
+def _product_seconds(size: int, timer: Timer) -> float:
+    left, right = (
+        torch.randn(size, size, device=timer.device, dtype=timer.dtype) for _ in range(2)
+    )
+    out = torch.empty_like(left)
+    return timer.best(lambda: torch.mm(left, right, out=out), _REPEATS)
 
 
 def _stated(name: str) -> float | None:
