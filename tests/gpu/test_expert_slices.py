@@ -38,7 +38,7 @@ def gradients(family, dtype, **settings):
     with Engine(spec, state, "cuda", config, AdamWConfig()) as engine:
         result = engine.step(batches, learning_rate=0.0, max_grad_norm=1.0)
         found = returned_gradients(engine)
-        assert engine.compile_counts.eager_calls == {}
+        assert not engine.compile_counts or engine.compile_counts.eager_calls == {}
         engine.synchronize()
     state.close()
     return result.loss, found
@@ -56,13 +56,14 @@ def distances(found, wanted):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_gradients_are_as_exact_as_those_of_whole_layers(family, dtype):
     """In bfloat16 a rounding may send a token to another expert: whole layers are off as well."""
-    exact_loss, exact = gradients(family, "float32", expert_slices=1)
+    exact_loss, exact = gradients(family, "float32", expert_slices=1, compile=False)
     limits, off = dict.fromkeys(exact, 1e-4), 1e-5
     if dtype == "bfloat16":
         loss, whole = gradients(family, dtype, expert_slices=1)
         limits = {name: 2 * d + 1e-2 for name, d in distances(whole, exact).items()}
         off = 2 * abs(loss / exact_loss - 1) + 1e-3
     for settings in (
+        {"expert_slices": 1},
         {"expert_slices": 3, "poison_slots": True},
         {"expert_slices": 16, "micro_batches_per_wave": 1},
     ):

@@ -6,7 +6,15 @@ from transformers import AutoConfig
 
 from headrace.engine import routing
 from headrace.errors import NumericsError
-from headrace.models.experts import add_bias, by_expert, grouped_matmul
+from headrace.models.experts import (
+    _Collect,
+    _Pick,
+    _Spread,
+    add_bias,
+    by_expert,
+    grouped_matmul,
+    sort_assignments,
+)
 from headrace.models.routing import fingerprint
 from headrace.models.spec import ModelSpec
 from headrace.selftest.checks import relative_errors, streamed_gradients
@@ -192,6 +200,30 @@ def test_compiled_layers_route_and_balance_as_eager_ones(family, activations):
     _, found = streamed_gradients(spec, state, batches, activations=activations, **compiled)
     errors = relative_errors(found, wanted)
     assert max(errors.values()) <= 5e-5, max(errors, key=errors.get)
+
+
+# Of torch's own: it makes instances of autograd functions while tracing.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_traced_functions_keep_their_gradient(dtype, top_k):
+    """torch 2.11 loses that of a function whose forward ends with a cast to the dtype it has."""
+    index_NK = torch.stack([torch.randperm(4)[:top_k] for _ in range(6)])
+    order_S, inverse_NK, *_ = sort_assignments(index_NK, 4)
+    for function, shape in ((_Spread, (6, 5)), (_Collect, (6 * top_k, 5)), (_Pick, (6, top_k))):
+        torch._dynamo.reset()
+        values = torch.randn(shape).to(dtype).requires_grad_()
+
+        def call(values, apply=function.apply):
+            return apply(values, order_S, inverse_NK)
+
+        traced = torch.compile(call, backend="eager", fullgraph=True)
+        gradients = [
+            torch.autograd.grad(run(values).float().square().sum(), values)[0]
+            for run in (call, traced)
+        ]
+        assert gradients[0].any()
+        assert torch.equal(*gradients), function
 
 
 def test_gradient_of_a_bias_is_summed_in_bfloat16():

@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from headrace.cli import main
 from headrace.errors import CapacityError, ModelRefusedError
-from headrace.models import attention, experts
+from headrace.models import attention, experts, templates
 from headrace.models.head import LogitRule
 from headrace.models.spec import ModelSpec
 from headrace.selftest import checks, run_selftest
@@ -61,6 +61,26 @@ def test_lost_feature_is_refused_by_the_first_tensor(monkeypatch, model_type, lo
     verdict = run_selftest(config_of(model_type, **values), use_cache=False)
     assert verdict.verdict == "refused"
     assert "differs from plain autograd" in verdict.reason or "the loss is" in verdict.reason
+
+
+# Of torch's own: it makes instances of autograd functions while tracing, and scripts on import.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_gradient_that_only_a_compiled_layer_loses_is_refused(monkeypatch):
+    """As torch 2.11 loses that of an autograd function which returns what it was given."""
+    plain = templates._layer_call
+
+    def lossy(module, box, bound, hidden_BTD, arguments):
+        if torch.compiler.is_compiling():
+            name = "input_layernorm.weight"
+            bound = {**bound, name: 0.5 * bound[name] + 0.5 * bound[name].detach()}
+        return plain(module, box, bound, hidden_BTD, arguments)
+
+    monkeypatch.setattr(templates, "_layer_call", lossy)
+    assert run_selftest(config_of("llama"), use_cache=False).verdict == "ok"
+    verdict = run_selftest(config_of("llama"), use_cache=False, compiled=True)
+    assert verdict.verdict == "refused"
+    assert "input_layernorm.weight differs from plain autograd" in verdict.reason
+    assert "compile: True" in verdict.reason
 
 
 def test_packed_documents_that_see_each_other_are_refused(monkeypatch):

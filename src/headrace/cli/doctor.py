@@ -83,7 +83,11 @@ def _doctor_model(name: str, *, fresh: bool, json: bool) -> None:
         # There is a model, and transformers cannot read it: that is the verdict.
         verdict = Verdict(verdict="refused", reason=error.message, versions=current_versions())
     else:
-        verdict = run_selftest(config, use_cache=not fresh)
+        import torch
+
+        # Where it would be compiled.
+        compiled = torch.cuda.is_available()
+        verdict = run_selftest(config, use_cache=not fresh, compiled=compiled)
     if json:
         from json import dumps
 

@@ -160,7 +160,7 @@ def by_expert(
 def _inverse(order_S: torch.Tensor) -> torch.Tensor:
     """The permutation that undoes one, int32: a write each, where sorting it takes eight passes."""
     places_S = torch.arange(order_S.shape[0], dtype=torch.int32, device=order_S.device)
-    return torch.empty_like(places_S).scatter_(0, order_S, places_S)
+    return torch.empty_like(places_S).scatter(0, order_S, places_S)
 
 
 def add_bias(rows_SO: torch.Tensor, bias_XO: torch.Tensor, expert_S: torch.Tensor) -> torch.Tensor:
@@ -231,7 +231,7 @@ class _Collect(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(order_S)
         ctx.top_k = inverse_NK.shape[1]
-        return sum_of_experts(rows_SD, inverse_NK).to(rows_SD.dtype)
+        return _cast(sum_of_experts(rows_SD, inverse_NK), rows_SD.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -245,10 +245,19 @@ def sum_of_experts(rows_SD: torch.Tensor, inverse_NK: torch.Tensor) -> torch.Ten
     As a reduction over K it would be a kernel of its own at a fifth of the memory's rate.
     """
     dtype = torch.promote_types(rows_SD.dtype, torch.float32)
-    total_ND = rows_SD[inverse_NK[:, 0]].to(dtype)
+    total_ND = _cast(rows_SD[inverse_NK[:, 0]], dtype)
     for expert in range(1, inverse_NK.shape[1]):
-        total_ND = total_ND + rows_SD[inverse_NK[:, expert]].to(dtype)
+        total_ND = total_ND + _cast(rows_SD[inverse_NK[:, expert]], dtype)
     return total_ND
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``tensor`` in ``dtype``, by no operator where it is already.
+
+    Compiled by torch 2.11, a ``Function`` has no gradient if its forward ends with an operator that
+    returns its own argument.
+    """
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def grouped_matmul(

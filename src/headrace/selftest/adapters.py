@@ -45,12 +45,13 @@ def tiny_settings(adapters: Adapters) -> LoraSettings:
     )
 
 
-def check_adapters(tiny: Any, settings: LoraSettings) -> GradientCheck:
+def check_adapters(tiny: Any, settings: LoraSettings, *, compiled: bool = False) -> GradientCheck:
     """Gradients, files and merging of adapters on a tiny twin.
 
     Args:
         tiny: the tiny configuration.
         settings: as the run has them.
+        compiled: through traced layers, too.
 
     Raises:
         CheckFailedError: something differs from PEFT, or an adapter does nothing.
@@ -60,7 +61,7 @@ def check_adapters(tiny: Any, settings: LoraSettings) -> GradientCheck:
     state = filled_state(spec)
     try:
         model = with_adapters(spec, state)
-        found = check_gradients(spec, state, model)
+        found = check_gradients(spec, state, model, compiled=compiled)
         _check_alive(spec, state)
         _check_merged(spec, state, model)
     finally:

@@ -48,6 +48,8 @@ SMALLEST_SHARE = 1e-3  # of the whole gradient's root mean square
 # Below this share a gradient is rounding alone: that of a key's bias, of a router with one choice.
 CANCELLED_SHARE = 1e-5
 CANCELLED_FLOOR = 0.1
+# Graphs, their backward and what it saves are made as for a GPU, operators run one by one.
+TRACED = "aot_eager_decomp_partition"
 
 
 class CheckFailedError(HeadraceError):
@@ -62,8 +64,17 @@ class GradientCheck:
     parameter: str
 
 
-def check_gradients(spec: ModelSpec, state: ModelState, model: nn.Module) -> GradientCheck:
+def check_gradients(
+    spec: ModelSpec, state: ModelState, model: nn.Module, *, compiled: bool = False
+) -> GradientCheck:
     """Streamed gradients against plain autograd: rows and packed, kept, recomputed, in slices.
+
+    Args:
+        spec: the tiny model.
+        state: its weights.
+        model: the same as one module.
+        compiled: unpacked rows through traced layers, too. Compilers have lost gradients without a
+            word; for the CPU the traced graphs are run as they are.
 
     Raises:
         CheckFailedError: a loss or a gradient differs.
@@ -76,9 +87,11 @@ def check_gradients(spec: ModelSpec, state: ModelState, model: nn.Module) -> Gra
         modes: list[dict[str, Any]] = [{"activations": "keep"}, {"activations": "recompute"}]
         if most_slices(spec) > 1:
             modes.append({"expert_slices": 2})
+        if compiled and not packed:
+            modes += [{**mode, "compile": True, "compile_backend": TRACED} for mode in modes]
         for mode in modes:
-            (setting,) = mode.items()
-            where = f"{'packed' if packed else 'unpacked'} rows, {setting[0]}: {setting[1]}"
+            said = ", ".join(f"{name}: {value}" for name, value in mode.items())
+            where = f"{'packed' if packed else 'unpacked'} rows, {said}"
             loss, found = streamed_gradients(spec, state, batches, **mode)
             if not math.isclose(loss, wanted_loss, rel_tol=2e-6, abs_tol=2e-6):
                 # Rows of one document came first, and were right.

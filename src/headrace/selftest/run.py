@@ -41,12 +41,13 @@ _NO_SWITCH = frozenset(
 _logger = logging.getLogger(__name__)
 
 
-def run_selftest(config: Any, *, use_cache: bool = True) -> Verdict:
+def run_selftest(config: Any, *, use_cache: bool = True, compiled: bool = False) -> Verdict:
     """Test a configuration's class and switches on a tiny twin.
 
     Args:
         config: a transformers configuration.
         use_cache: believe an earlier verdict under the same versions.
+        compiled: trace the layers as a compiler would, too: what a GPU runs.
     """
     started = time.perf_counter()
     versions = current_versions()
@@ -61,10 +62,10 @@ def run_selftest(config: Any, *, use_cache: bool = True) -> Verdict:
             seconds=time.perf_counter() - started,
             versions=versions,
         )
-    return selftest_of(spec, use_cache=use_cache)
+    return selftest_of(spec, use_cache=use_cache, compiled=compiled)
 
 
-def selftest_of(spec: ModelSpec, *, use_cache: bool = True) -> Verdict:
+def selftest_of(spec: ModelSpec, *, use_cache: bool = True, compiled: bool = False) -> Verdict:
     """The same for a model that was taken apart already."""
     started = time.perf_counter()
     versions = current_versions()
@@ -72,7 +73,11 @@ def selftest_of(spec: ModelSpec, *, use_cache: bool = True) -> Verdict:
     tiny = tiny_config(spec)
     lora = None if spec.adapters is None else tiny_settings(spec.adapters)
     model = {k: v for k, v in tiny.to_dict().items() if k not in _NO_SWITCH}
-    switches = {"model": model, "lora": None if lora is None else asdict(lora)}
+    switches = {
+        "model": model,
+        "lora": None if lora is None else asdict(lora),
+        "compiled": compiled,
+    }
     key = cache_key(architecture, switches, versions)
     if use_cache and (found := read_cached(key)) is not None:
         return found
@@ -84,9 +89,9 @@ def selftest_of(spec: ModelSpec, *, use_cache: bool = True) -> Verdict:
     )
     try:
         with _quiet():
-            verdict = _run_checks(verdict, tiny)
+            verdict = _run_checks(verdict, tiny, compiled=compiled)
             if lora is not None:
-                verdict = _worse(verdict, check_adapters(tiny, lora))
+                verdict = _worse(verdict, check_adapters(tiny, lora, compiled=compiled))
     except CapacityError:
         raise  # says nothing of the model, and must not be remembered as if it did
     except HeadraceError as error:
@@ -101,13 +106,17 @@ def selftest_of(spec: ModelSpec, *, use_cache: bool = True) -> Verdict:
     return verdict
 
 
-def require_proof(spec: ModelSpec) -> Verdict:
+def require_proof(spec: ModelSpec, *, compiled: bool = False) -> Verdict:
     """The self-test of a model, run or remembered for its class, switches and versions.
+
+    Args:
+        spec: the model.
+        compiled: as of :func:`run_selftest`.
 
     Raises:
         ModelRefusedError: the model would not train exactly.
     """
-    verdict = selftest_of(spec)
+    verdict = selftest_of(spec, compiled=compiled)
     if verdict.verdict != "ok":
         raise ModelRefusedError(
             f"{verdict.architecture} cannot be trained exactly: {verdict.reason}",
@@ -139,13 +148,13 @@ def _worse(verdict: Verdict, found: checks.GradientCheck) -> Verdict:
     return replace(verdict, gradient_error=found.error, worst_parameter=found.parameter)
 
 
-def _run_checks(verdict: Verdict, tiny: Any) -> Verdict:
+def _run_checks(verdict: Verdict, tiny: Any, *, compiled: bool) -> Verdict:
     spec = ModelSpec.from_config(tiny)
     state = filled_state(spec)
     try:
         model = reference_model(spec, state)
         verdict = replace(verdict, num_layers=spec.num_layers)
-        found = checks.check_gradients(spec, state, model)
+        found = checks.check_gradients(spec, state, model, compiled=compiled)
         verdict = _worse(verdict, found)
         verdict = replace(verdict, packing_leak=checks.packing_leak(spec, state))
         if spec.auxiliary_loss is not None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-SCHEMA = 2  # counted up when verdicts hold more, or are made of more checks
+SCHEMA = 3  # counted up when verdicts hold more, or are made of more checks
 
 
 @dataclass(frozen=True, kw_only=True)

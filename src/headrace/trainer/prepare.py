@@ -118,7 +118,8 @@ def prepare(config: TrainConfig, stack: ExitStack, say: Say, ranks: Ranks) -> Pr
     check_harness(config, tokenizer)
     spec = model_checks.take_apart(config, preflight.load_model_config(config, tokenizer))
     with ranks.main_first():  # it is remembered
-        _prove(spec, say)
+        compiles = config.engine.compile
+        _prove(spec, say, compiled=device.type == "cuda" if compiles is None else compiles)
     model_checks.check_lengths(config, spec, tokenizer)
     model_checks.check_param_groups(config, spec)
     checkpoint = None
@@ -184,9 +185,9 @@ def prepare(config: TrainConfig, stack: ExitStack, say: Say, ranks: Ranks) -> Pr
     )
 
 
-def _prove(spec: ModelSpec, say: Say) -> None:
+def _prove(spec: ModelSpec, say: Say, *, compiled: bool) -> None:
     """Test the class with its switches on a tiny twin, before anything long begins."""
-    verdict = require_proof(spec)
+    verdict = require_proof(spec, compiled=compiled)
     when = "tested before" if verdict.cached else f"tested in {verdict.seconds:.1f} s"
     say(
         f"model: {verdict.architecture} trains exactly: gradients within "
