@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headrace.engine.offload import ActivationReference
+from headrace.kernels.sums import add, overwrite
 from headrace.store.layout import align
 
 if TYPE_CHECKING:
@@ -216,9 +217,9 @@ class GradientSlot:
                 pair[0].append(view)
                 pair[1].append(gradient)
         if copies[0]:
-            torch._foreach_copy_(*copies)
+            overwrite(*copies)
         if sums[0]:
-            torch._foreach_add_(*sums)
+            add(*sums)
 
     def finish(self) -> None:
         """The unit's gradient is complete: a parameter that got none (an idle expert) has zero."""

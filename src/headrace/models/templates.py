@@ -291,6 +291,7 @@ _SAVED_OPERATORS = (
     "headrace::written_v1",
     "aten::topk",
     "aten::sort",
+    "aten::scatter",
 )
 
 
