@@ -79,7 +79,13 @@ class Compiler:
         self.counts = CompileCounts()
 
     def compile(
-        self, function: Function, name: str, *, eager: Function | None = None, **patches: Any
+        self,
+        function: Function,
+        name: str,
+        *,
+        eager: Function | None = None,
+        tune: bool = False,
+        **patches: Any,
     ) -> Function:
         """``function`` compiled at its first call, whole, for the shapes of each call.
 
@@ -88,16 +94,19 @@ class Compiler:
             name: what its code is called in profiles and messages.
             eager: what runs instead where it cannot be compiled; ``function`` by default. May be
                 compiled itself.
+            tune: time the pointwise kernels and reductions in several shapes and take the fastest,
+                unless results must not depend on timings (``deterministic``).
             patches: of ``torch._dynamo.config`` while it is called.
         """
+        backend = functools.partial(self._count_graph, tune=tune)
         compiled = torch.compile(
-            own_code(function, name), fullgraph=True, dynamic=False, backend=self._count_graph
+            own_code(function, name), fullgraph=True, dynamic=False, backend=backend
         )
         return _CompiledFunction(compiled, eager or function, name, self.counts, patches)
 
-    def _count_graph(self, graph: Any, inputs: Any) -> Any:
+    def _count_graph(self, graph: Any, inputs: Any, *, tune: bool) -> Any:
         """The backend, counted. Runs when something is compiled, never in a call of it."""
-        with _backward_at_once():
+        with _backward_at_once(), _tuned(tune):
             compiled = self._backend(graph, inputs)
         self.counts.graphs += 1
         return compiled
@@ -227,6 +236,15 @@ def why_not_compiled(error: Exception) -> str | None:
         raise inner from None
     text = str(inner).strip()
     return f"{type(inner).__name__}: {text.splitlines()[0] if text else 'no message'}"
+
+
+def _tuned(tune: bool) -> contextlib.AbstractContextManager[Any]:
+    if not tune or torch.are_deterministic_algorithms_enabled():
+        return contextlib.nullcontext()
+    from torch._inductor import config  # noqa: PLC0415 - loaded by now
+
+    patched: contextlib.AbstractContextManager[Any] = config.patch(max_autotune_pointwise=True)
+    return patched
 
 
 @contextlib.contextmanager

@@ -305,8 +305,11 @@ def _compiled(compiler: Compiler, name: str, *, routes: bool, leaves_out: bool) 
     # Routers write to a list inside the checkpointed region, which backward must not repeat. That
     # has to be said when the layer is traced.
     once = {"skip_fwd_side_effects_in_bwd_under_checkpoint": True} if routes else {}
-    kept = compiler.compile(_selective_layer_call, f"{name}_kept", eager=_layer_call, **once)
-    plain = compiler.compile(_layer_call, name)
+    # Among the experts' kernels is a reduction that the compiler's own guess runs a third slower.
+    kept = compiler.compile(
+        _selective_layer_call, f"{name}_kept", eager=_layer_call, tune=routes, **once
+    )
+    plain = compiler.compile(_layer_call, name, tune=routes)
     # In one graph with forward, for another could round a router's logits otherwise and choose
     # other experts than forward did.
     if routes or not leaves_out:
