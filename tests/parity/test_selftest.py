@@ -95,7 +95,7 @@ def test_leak_is_measured_on_its_own(monkeypatch):
     """Without the comparison of gradients, the changed neighbour still shows."""
     lose(monkeypatch, cu_seqlens=None)
     found = checks.GradientCheck(0.0, "")
-    monkeypatch.setattr(checks, "check_gradients", lambda *_: found)
+    monkeypatch.setattr(checks, "check_gradients", lambda *_, **__: found)
     verdict = run_selftest(config_of("llama"), use_cache=False)
     assert "packed documents see each other" in verdict.reason
 
@@ -161,7 +161,7 @@ def cache(monkeypatch, tmp_path):
 
 
 def test_too_little_memory_is_no_verdict_on_the_model(monkeypatch, cache):
-    def full(*_args):
+    def full(*_args, **_kwargs):
         raise CapacityError("the host is full")
 
     with monkeypatch.context() as patched:

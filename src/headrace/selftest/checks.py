@@ -73,8 +73,8 @@ def check_gradients(
         spec: the tiny model.
         state: its weights.
         model: the same as one module.
-        compiled: unpacked rows through traced layers, too. Compilers have lost gradients without a
-            word; for the CPU the traced graphs are run as they are.
+        compiled: unpacked rows through traced layers, too, kept and recomputed. Compilers have
+            lost gradients without a word; the traced graphs are run as they are.
 
     Raises:
         CheckFailedError: a loss or a gradient differs.
@@ -85,10 +85,10 @@ def check_gradients(
         wanted_loss, wanted = reference_gradients(model, batches)
         limits: dict[str, float] = {}
         modes: list[dict[str, Any]] = [{"activations": "keep"}, {"activations": "recompute"}]
-        if most_slices(spec) > 1:
-            modes.append({"expert_slices": 2})
         if compiled and not packed:
             modes += [{**mode, "compile": True, "compile_backend": TRACED} for mode in modes]
+        if most_slices(spec) > 1:
+            modes.append({"expert_slices": 2})
         for mode in modes:
             said = ", ".join(f"{name}: {value}" for name, value in mode.items())
             where = f"{'packed' if packed else 'unpacked'} rows, {said}"
