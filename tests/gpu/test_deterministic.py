@@ -7,15 +7,10 @@ import torch
 from transformers import LlamaConfig, Qwen3MoeConfig
 
 from headrace.engine import AdamWConfig, Engine, EngineConfig
+from on_cuda import COMPILED_ON_CUDA
 from tiny import differing, make_batch, planes, tiny_state
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.slow,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    # The compiler's warnings, made errors, would be reasons to run eagerly.
-    pytest.mark.filterwarnings("default"),
-]
+pytestmark = [*COMPILED_ON_CUDA, pytest.mark.slow]
 
 LENGTH = 2048
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 512,

@@ -7,15 +7,10 @@ import torch
 from transformers import GptOssConfig, Qwen3MoeConfig
 
 from headrace.engine import AdamWConfig, Engine, EngineConfig
+from on_cuda import COMPILED_ON_CUDA
 from tiny import make_batch, returned_gradients, tiny_state
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.slow,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    # The compiler's warnings, made errors, would be reasons to run eagerly.
-    pytest.mark.filterwarnings("default"),
-]
+pytestmark = [*COMPILED_ON_CUDA, pytest.mark.slow]
 
 SIZES = {"hidden_size": 256, "intermediate_size": 128, "num_hidden_layers": 3, "vocab_size": 512,
          "max_position_embeddings": 1024, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -9,13 +9,9 @@ from benchmarks.cases.families import family_row
 from headrace.models.attention_documents import attend_by_document
 from headrace.models.attention_flex import attend_flex
 from headrace.models.compiling import Compiler
+from on_cuda import COMPILED_ON_CUDA
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    # The compiler's warnings, made errors, would be reasons to run eagerly.
-    pytest.mark.filterwarnings("default"),
-]
+pytestmark = COMPILED_ON_CUDA
 
 
 @pytest.fixture(autouse=True)

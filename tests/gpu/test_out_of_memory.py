@@ -7,15 +7,10 @@ import torch
 
 from headrace.engine import AdamWConfig, Engine, EngineConfig
 from headrace.trainer.failures import step_with_retry
+from on_cuda import COMPILED_ON_CUDA
 from tiny import differing, make_batch, planes, tiny_config, tiny_state
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.slow,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    # The compiler's warnings, made errors, would be reasons to run eagerly.
-    pytest.mark.filterwarnings("default"),
-]
+pytestmark = [*COMPILED_ON_CUDA, pytest.mark.slow]
 
 SIZES = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "vocab_size": 512,
          "max_position_embeddings": 1024, "tied": True}  # fmt: skip

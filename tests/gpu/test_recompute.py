@@ -12,15 +12,10 @@ from headrace.engine import AdamWConfig, Engine, EngineConfig
 from headrace.models.spec import ModelSpec
 from headrace.models.templates import Templates
 from headrace.selftest import twin
+from on_cuda import COMPILED_ON_CUDA
 from tiny import make_batch, returned_gradients, tiny_config, tiny_state
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.slow,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    # The compiler's warnings, made errors, would be reasons to run eagerly.
-    pytest.mark.filterwarnings("default"),
-]
+pytestmark = [*COMPILED_ON_CUDA, pytest.mark.slow]
 SIZES = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 3, "vocab_size": 512,
          "max_position_embeddings": 1024}  # fmt: skip
 CUTS = (100, 612)

@@ -33,6 +33,12 @@ SIZES = {
     "max_position_embeddings": 64,
     "initializer_range": 0.1,
 }
+EXPERT_SIZES = {name: size for name, size in SIZES.items() if name != "initializer_range"} | {
+    "moe_intermediate_size": 24,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
 FAMILIES = {
     "qwen3": lambda **k: Qwen3Config(head_dim=16, **k),
     "llama": LlamaConfig,

@@ -9,14 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from headrace.trainer.metrics import read_rows
+from on_cuda import COMPILED_ON_CUDA
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.slow,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    # The compiler's warnings, made errors, would be reasons to run eagerly.
-    pytest.mark.filterwarnings("default"),
-]
+pytestmark = [*COMPILED_ON_CUDA, pytest.mark.slow]
 
 LARGER = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 

@@ -17,26 +17,12 @@ from headrace.parallel.ranks import Ranks
 from headrace.policy.budget import Workload, step_budget
 from headrace.store.ranges import Share
 from headrace.store.state import ModelState
-from tiny import VOCAB, relative_error
+from tiny import EXPERT_SIZES, relative_error
 
 pytestmark = pytest.mark.multirank
 
 LOSS, WEIGHTS = 1e-6, 2e-5  # float32 sums in another order
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "moe_intermediate_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.1,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "mlp_only_layers": [1],
-}
+SIZES = EXPERT_SIZES | {"head_dim": 16, "initializer_range": 0.1, "mlp_only_layers": [1]}
 
 
 def config_of(**values):

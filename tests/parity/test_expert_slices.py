@@ -17,24 +17,9 @@ from headrace.selftest.reference import reference_gradients, reference_model
 from headrace.selftest.twin import filled_state, make_batches
 from headrace.store.state import ModelState
 from headrace.trainer.failures import step_with_retry
-from tiny import differing, make_engine, planes, returned_gradients, tiny_config
+from tiny import EXPERT_SIZES, differing, make_engine, planes, returned_gradients, tiny_config
 
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "moe_intermediate_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 96,
-    "max_position_embeddings": 64,
-    "num_experts": 8,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+SIZES = EXPERT_SIZES | dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
 OF_FAMILY = {
     "qwen3_moe": {"head_dim": 16, "mlp_only_layers": [0]},
     "mixtral": {"head_dim": 16, "sliding_window": 5},

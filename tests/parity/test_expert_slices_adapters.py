@@ -13,26 +13,12 @@ from headrace.models.spec import ModelSpec
 from headrace.selftest.checks import relative_errors, streamed_gradients
 from headrace.selftest.reference import reference_gradients, with_adapters
 from headrace.selftest.twin import filled_state, make_batches
-from tiny import differing, make_engine, planes
+from tiny import EXPERT_SIZES, differing, make_engine, planes
 
 LORA = LoraSettings(rank=3, alpha=5.0)
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "moe_intermediate_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 96,
-    "max_position_embeddings": 64,
-    "num_experts": 8,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-    "sliding_window": 5,
-    "output_router_logits": True,
-    "router_aux_loss_coef": 0.5,
-}
+SIZES = EXPERT_SIZES | {
+    "head_dim": 16, "sliding_window": 5, "output_router_logits": True, "router_aux_loss_coef": 0.5,
+}  # fmt: skip
 ADAPTERS = {
     "attention": LORA,
     "with dropout": LoraSettings(rank=3, alpha=5.0, dropout=0.3),

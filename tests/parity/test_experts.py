@@ -20,23 +20,9 @@ from headrace.models.spec import ModelSpec
 from headrace.selftest.checks import relative_errors, streamed_gradients
 from headrace.selftest.reference import reference_gradients, reference_model
 from headrace.selftest.twin import filled_state, make_batches
-from tiny import make_engine
+from tiny import EXPERT_SIZES, make_engine
 
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "moe_intermediate_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 96,
-    "max_position_embeddings": 64,
-    "num_experts": 8,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-    "head_dim": 16,
-    "sliding_window": 5,
-}
+SIZES = EXPERT_SIZES | {"head_dim": 16, "sliding_window": 5}
 FAMILIES = ["mixtral", "qwen3_moe", "olmoe", "gpt_oss", "minimax_m2"]
 
 
