@@ -87,13 +87,20 @@ def combine_skill(
         value += weight * skill.correlation
         null += weight * skill.null if len(skill.null) else 0.0
         influence += weight * _correlation_influence(skill.deviation, view.target)
-    error = date_block_mean(influence, view.session, length=layout.length)
+    return _combined(value, null, influence, view.session, layout)
+
+
+def _combined(
+    value: float, null: Array, influence: Array, session: NDArray[np.int64], layout: Layout
+) -> Combination:
+    """With the error of date blocks of what each row adds to the value."""
+    error = date_block_mean(influence, session, length=layout.length)
     return Combination(
         value=value,
         null=null,
         block_se=error.se,
         num_blocks=error.num_blocks,
-        n=len(view.session),
+        n=len(session),
     )
 
 
@@ -126,14 +133,7 @@ def combine_premium(
             # Scaled so that the mean over all rows is the arm's mean over its tested rows.
             share = tested.mean()
             influence[tested] += weight * sign * (scores - scores.mean()) / share
-    error = date_block_mean(influence, view.session, length=layout.length)
-    return Combination(
-        value=value,
-        null=null,
-        block_se=error.se,
-        num_blocks=error.num_blocks,
-        n=len(view.session),
-    )
+    return _combined(value, null, influence, view.session, layout)
 
 
 def slope_weights(years: Sequence[float]) -> list[float]:

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +52,18 @@ class EmbeddingSource:
     pooling: str | None = None
     layer: int | None = None
     panel: str | None = None
+
+    def file_key(self, panel: str) -> dict[str, Any]:
+        """What a file of these vectors says of them; ``panel`` is the hash of their rows."""
+        return {
+            "weights": self.weights,
+            "template": self.template,
+            "pooling": self.pooling,
+            "layer": self.layer,
+            "stack": self.stack,
+            "source": self.source,
+            "panel": panel,
+        }
 
     @property
     def fingerprint(self) -> str:

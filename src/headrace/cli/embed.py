@@ -93,15 +93,7 @@ def embed(
             progress=progress,
         )
     vectors = source.values
-    key = {
-        "weights": source.weights,
-        "template": source.template,
-        "pooling": source.pooling,
-        "layer": source.layer,
-        "stack": source.stack,
-        "source": source.source,
-        "panel": rows.sha256(),
-    }
+    key = source.file_key(rows.sha256())
     write_vectors(out, vectors, key)  # type: ignore[arg-type]  # embed_panel returns an array
     if json:
         facts = {"out": str(out), "num_rows": len(vectors), "dimension": vectors.shape[1]}  # type: ignore[arg-type,union-attr]  # as above

@@ -170,49 +170,43 @@ def _filters(
 ) -> list[dict[str, Any]]:
     reasons = facts["counts"]["filtered"]
     seen = documents + sum(reasons.values()) + facts["counts"]["not_sampled"]
-    out = []
+
+    def check(name: str, filtered: int, detail: str, counts: Mapping[str, Any]) -> dict[str, Any]:
+        settings = getattr(config.checks, name)
+        share = _share(filtered, seen)
+        return _check(name, share, settings.max_share, settings.action, detail, counts=counts)
+
     length = reasons.get("too_short", 0) + reasons.get("over_length", 0)
     chars = facts["chars"]
-    out.append(
-        _check(
-            "length",
-            _share(length, seen),
-            config.checks.length.max_share,
-            config.checks.length.action,
-            f"{length:,} documents filtered by their length; those kept have {chars['shortest']:,} "
-            f"to {chars['longest']:,} characters, {chars['mean']:,.0f} on average",
-            counts={**chars, **{k: reasons.get(k, 0) for k in ("too_short", "over_length")}},
-        )
-    )
     languages = facts["languages"]
     other = reasons.get("language", 0)
     most = max(languages, key=lambda name: (languages[name], name)) if languages else "none"
-    out.append(
-        _check(
+    dropped = reasons.get("boilerplate", 0)
+    halves = sum(n for tenth, n in facts["boilerplate_tenths"].items() if int(tenth) >= 5)
+    return [
+        check(
+            "length",
+            length,
+            f"{length:,} documents filtered by their length; those kept have {chars['shortest']:,} "
+            f"to {chars['longest']:,} characters, {chars['mean']:,.0f} on average",
+            {**chars, **{k: reasons.get(k, 0) for k in ("too_short", "over_length")}},
+        ),
+        check(
             "languages",
-            _share(other, seen),
-            config.checks.languages.max_share,
-            config.checks.languages.action,
+            other,
             f"{other:,} documents filtered by language; of those kept "
             f"{languages.get(most, 0):,} are '{most}', {languages.get('und', 0):,} have too few "
             "plain words to tell",
-            counts=languages,
-        )
-    )
-    dropped = reasons.get("boilerplate", 0)
-    halves = sum(n for tenth, n in facts["boilerplate_tenths"].items() if int(tenth) >= 5)
-    out.append(
-        _check(
+            languages,
+        ),
+        check(
             "boilerplate",
-            _share(dropped, seen),
-            config.checks.boilerplate.max_share,
-            config.checks.boilerplate.action,
+            dropped,
             f"{dropped:,} documents filtered as mostly menus, notices and repeated lines; of those "
             f"kept {halves:,} are half or more of that",
-            counts=facts["boilerplate_tenths"],
-        )
-    )
-    return out
+            facts["boilerplate_tenths"],
+        ),
+    ]
 
 
 def _concentration(config: CorpusConfig, facts: Mapping[str, Any]) -> dict[str, Any]:

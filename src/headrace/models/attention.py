@@ -135,18 +135,7 @@ def attention(
     plain = softcap is None and s_aux is None
     if plain and cu_seq_lens_q is None and window is None:
         out_BHTV = _dense(query_BHTE, key_BKTE, value_BKTV, scaling)
-    elif not query_BHTE.is_cuda:
-        out_BHTV = attend_by_document(
-            query_BHTE,
-            key_BKTE,
-            value_BKTV,
-            cu_seq_lens_q,
-            scaling=scaling,
-            window=window,
-            softcap=softcap,
-            sinks_H=s_aux,
-        )
-    elif plain and query_BHTE.dtype in _VARLEN_DTYPES:
+    elif plain and query_BHTE.is_cuda and query_BHTE.dtype in _VARLEN_DTYPES:
         out_BHTV = _varlen(
             query_BHTE,
             key_BKTE,
@@ -157,7 +146,8 @@ def attention(
             window=window,
         )
     else:
-        out_BHTV = attend_flex(
+        attend = attend_flex if query_BHTE.is_cuda else attend_by_document
+        out_BHTV = attend(
             query_BHTE,
             key_BKTE,
             value_BKTV,

@@ -21,7 +21,7 @@ from headrace.policy.steptime import Rates, StepTime, predict_step
 from headrace.units import GIB, format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from headrace.engine.config import EngineConfig
     from headrace.models.spec import ModelSpec
@@ -141,12 +141,18 @@ def fitting_choices(
             expert_slices=slices,
         )
     check_slices(spec, config.expert_slices or 1)
+    cpu = room.device_bytes is None
+
+    def needed(config: EngineConfig, cut: Workload) -> Budget:
+        return step_budget(spec, config, dtype, cut, cpu=cpu, num_ranks=num_ranks)
+
+    def timed(config: EngineConfig, cut: Workload) -> StepTime:
+        return predict_step(spec, config, cut, rates, num_ranks=num_ranks)
+
     nearest: Budget | None = None
     for count in _slice_counts(spec, config):
-        cut = replace(config, expert_slices=count)
-        fitting, missed = _fitting(
-            spec, cut, dtype, workload, room=room, rates=rates, num_ranks=num_ranks
-        )
+        sliced = replace(config, expert_slices=count)
+        fitting, missed = _fitting(spec, sliced, workload, room, needed=needed, timed=timed)
         if fitting:
             return fitting
         assert missed is not None
@@ -172,32 +178,30 @@ def _slice_counts(spec: ModelSpec, config: EngineConfig) -> list[int]:
 def _fitting(
     spec: ModelSpec,
     config: EngineConfig,
-    dtype: StateDtype,
     workload: Workload,
-    *,
     room: Room,
-    rates: Rates,
-    num_ranks: int,
+    *,
+    needed: Callable[[EngineConfig, Workload], Budget],
+    timed: Callable[[EngineConfig, Workload], StepTime],
 ) -> tuple[list[Choice], Budget | None]:
     """What fits of one number of slices, and the nearest miss."""
     fitting: list[Choice] = []
     nearest: Budget | None = None
-    excess, cpu = room.excess, room.device_bytes is None
+    excess = room.excess
 
-    def needed(config: EngineConfig, cut: Workload, recompute: int | None) -> Budget:
-        complete = replace(config, recompute_layers=recompute)
-        return step_budget(spec, complete, dtype, cut, cpu=cpu, num_ranks=num_ranks)
+    def with_recompute(config: EngineConfig, cut: Workload, count: int | None) -> Budget:
+        return needed(replace(config, recompute_layers=count), cut)
 
     for cut, candidates in _candidates(spec, config, workload):
         if config.recompute_layers is None and config.activations == "keep":
             # Whatever else offloads: where every layer recomputes, nothing needs less.
-            least = needed(candidates[0], cut, spec.num_layers)
+            least = with_recompute(candidates[0], cut, spec.num_layers)
             if excess(least):
                 if nearest is None or excess(least) < excess(nearest):
                     nearest = least
                 continue
         for candidate in candidates:
-            budget_of = functools.partial(needed, candidate, cut)
+            budget_of = functools.partial(with_recompute, candidate, cut)
             count = config.recompute_layers
             if count is None:
                 # Recomputing more layers never needs more: the fewest that fit, by halves.
@@ -211,7 +215,7 @@ def _fitting(
                     nearest = budget
                 continue
             complete = replace(candidate, recompute_layers=count)
-            complete, time = _ordered(spec, complete, cut, rates, num_ranks=num_ranks)
+            complete, time = _ordered(complete, cut, timed)
             fitting.append(Choice(config=complete, workload=cut, budget=budget, time=time))
             if not count:
                 break  # nothing is recomputed: offloading more gains nothing
@@ -219,18 +223,18 @@ def _fitting(
 
 
 def _ordered(
-    spec: ModelSpec, config: EngineConfig, workload: Workload, rates: Rates, *, num_ranks: int
+    config: EngineConfig, cut: Workload, timed: Callable[[EngineConfig, Workload], StepTime]
 ) -> tuple[EngineConfig, StepTime]:
     """The settings with the better order of host updates; together unless that is slower."""
     if config.update_order is not None:
-        return config, predict_step(spec, config, workload, rates, num_ranks=num_ranks)
+        return config, timed(config, cut)
     together = replace(config, update_order="together")
-    time = predict_step(spec, together, workload, rates, num_ranks=num_ranks)
+    time = timed(together, cut)
     # Offloaded activations and updates share the host's memory, which no term here counts; nor
     # does one count what reading the state twice costs, so there must be much to gain.
     if time.exposed["update"] > BINDING * time.seconds and not config.offload_layers:
         first = replace(config, update_order="weights_first")
-        sooner = predict_step(spec, first, workload, rates, num_ranks=num_ranks)
+        sooner = timed(first, cut)
         if sooner.seconds * SAME_SPEED < time.seconds:
             return first, sooner
     return together, time

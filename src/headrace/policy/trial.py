@@ -72,56 +72,43 @@ def try_steps(
         steps: that count.
     """
     cuda = device.type == "cuda"
+
+    def timed() -> Trial:
+        generator = torch.Generator().manual_seed(0)
+        state = ModelState(
+            spec.units, dtype, device=device, device_units=choice.config.device_units or 0
+        )
+        try:
+            fill_randomly(state, generator)
+            batches = [_batch(spec, workload, generator) for _ in range(workload.micro_batches)]
+            seconds, exposed = [], dict[str, float]()
+            with Engine(spec, state, device, choice.config, optimizer) as engine:
+                for number in range(WARM_UP + steps):
+                    begun = time.perf_counter()
+                    result = engine.step(
+                        batches, learning_rate=_LEARNING_RATE, max_grad_norm=max_grad_norm
+                    )
+                    if number >= WARM_UP:
+                        seconds.append(time.perf_counter() - begun)
+                        exposed = result.exposed_seconds
+                engine.synchronize()
+        finally:
+            state.close()
+        time_of_step = median(seconds)
+        observed = StepTime(seconds=time_of_step, compute=0.0, exposed=exposed)
+        peak = torch.cuda.max_memory_allocated(device) if cuda else None
+        return Trial(seconds=time_of_step, binding=observed.binding, device_bytes=peak)
+
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
     try:
-        trial = _timed(
-            spec, choice, dtype, workload,
-            device=device, optimizer=optimizer, max_grad_norm=max_grad_norm, steps=steps,
-        )  # fmt: skip
+        trial = timed()
     except (torch.OutOfMemoryError, CapacityError) as error:
         trial = Trial(seconds=None, error=str(error).splitlines()[0])
     gc.collect()
     if cuda:
         torch.cuda.empty_cache()
     return trial
-
-
-def _timed(
-    spec: ModelSpec,
-    choice: Choice,
-    dtype: StateDtype,
-    workload: Workload,
-    *,
-    device: torch.device,
-    optimizer: AdamWConfig,
-    max_grad_norm: float | None,
-    steps: int,
-) -> Trial:
-    generator = torch.Generator().manual_seed(0)
-    state = ModelState(
-        spec.units, dtype, device=device, device_units=choice.config.device_units or 0
-    )
-    try:
-        fill_randomly(state, generator)
-        batches = [_batch(spec, workload, generator) for _ in range(workload.micro_batches)]
-        seconds, exposed = [], dict[str, float]()
-        with Engine(spec, state, device, choice.config, optimizer) as engine:
-            for number in range(WARM_UP + steps):
-                begun = time.perf_counter()
-                result = engine.step(
-                    batches, learning_rate=_LEARNING_RATE, max_grad_norm=max_grad_norm
-                )
-                if number >= WARM_UP:
-                    seconds.append(time.perf_counter() - begun)
-                    exposed = result.exposed_seconds
-            engine.synchronize()
-    finally:
-        state.close()
-    time_of_step = median(seconds)
-    observed = StepTime(seconds=time_of_step, compute=0.0, exposed=exposed)
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    return Trial(seconds=time_of_step, binding=observed.binding, device_bytes=peak)
 
 
 def fill_randomly(state: ModelState, generator: torch.Generator) -> None:

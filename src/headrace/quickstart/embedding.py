@@ -77,14 +77,6 @@ def embed_networks(
                 cache_dir=cache_dir,
                 source=embedder.source,
             )
-        key = {
-            "weights": source.weights,
-            "template": source.template,
-            "pooling": source.pooling,
-            "layer": source.layer,
-            "stack": source.stack,
-            "source": source.source,
-            "panel": panel.sha256(),
-        }
+        key = source.file_key(panel.sha256())
         assert isinstance(source.values, np.ndarray)
         write_vectors(out / f"{network.name}.parquet", source.values, key)
