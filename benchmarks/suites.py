@@ -129,8 +129,10 @@ CURVE = [
     CEILINGS,
     *(headrace("4b", count, steps=3, seconds=60) for count in CURVE_TOKENS),
     rival_curve("fsdp2", "4b", 2),
-    *(fsdp2("4b", count, rows=[min(8, count // (4 * K))], compiled=True, offload=True)
-      for count in CURVE_TOKENS),
+    *(
+        fsdp2("4b", count, rows=[min(8, count // (4 * K))], compiled=True, offload=True)
+        for count in CURVE_TOKENS
+    ),
     *(headrace("8b", count, steps=3) for count in CURVE_TOKENS),
     rival_curve("fsdp2", "8b", 1),
     *(zero_offload("4b", count, rows=min(8, count // (4 * K))) for count in CURVE_TOKENS),
