@@ -13,6 +13,7 @@ from headrace.store.checkpoint import load_checkpoint
 from headrace.store.loading import initialise
 from headrace.store.ranges import Share
 from headrace.store.state import ModelState
+from headrace.trainer.place import _alike
 from tiny import VOCAB, make_batches
 
 
@@ -95,9 +96,15 @@ def trained(
     return said, (evaluated.loss_sum, evaluated.num_supervised_tokens), shard_planes(state)
 
 
-def allocated(ranks, *, config, **settings):
+def placed_alike(ranks):
+    """What ranks do that would each choose otherwise."""
+    own = EngineConfig(expert_slices=2 + ranks.rank, device_units=ranks.rank, update_threads=4)
+    return vars(_alike(own, ranks))
+
+
+def allocated(ranks, *, config, lora=None, **settings):
     """Bytes that an engine has after a step of a micro-batch for each wave."""
-    spec = ModelSpec(config)
+    spec = ModelSpec(config, lora=lora)
     state = ModelState(
         spec.units,
         "float32",

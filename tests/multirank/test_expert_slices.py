@@ -139,19 +139,31 @@ def test_split_masters_and_float32_routers_of_slices_on_ranks(crews):
         assert torch.equal(found[key], plane), key
 
 
+def test_ranks_take_the_choice_of_the_main_one(crews):
+    """Machines may differ in their rates, and ranks that cut layers otherwise would never meet."""
+    first, *others = crews(3).run(ranked.placed_alike)
+    assert (first["expert_slices"], first["device_units"]) == (2, 0)
+    assert all(other == first for other in others)
+
+
 @pytest.mark.parametrize("waves", [1, 2])
 @pytest.mark.parametrize("slices", [1, 3, 8])
-def test_bytes_are_those_every_rank_allocates(crews, slices, waves):
+@pytest.mark.parametrize("lora", [None, DROPPING, WITH_EXPERTS])
+def test_bytes_are_those_every_rank_allocates(crews, slices, waves, lora):
     """Windows, accumulators, state and returned gradients, to the byte, of the main rank."""
     per_wave = 2 // waves
     config = EngineConfig(
         expert_slices=slices, micro_batches_per_wave=per_wave, update_threads=1, device_units=0
     )
     work = Workload(tokens=28, micro_batches=2, sequence_length=14)
-    spec = ModelSpec(config_of())
+    spec = ModelSpec(config_of(), lora=lora)
     budget = step_budget(spec, config, "float32", work, num_ranks=2)
     (found, other) = crews(2).run(
-        ranked.allocated, config=config_of(), expert_slices=slices, micro_batches_per_wave=per_wave
+        ranked.allocated,
+        config=config_of(),
+        lora=lora,
+        expert_slices=slices,
+        micro_batches_per_wave=per_wave,
     )
     assert budget.device["weight slots"] == found["slots"] == other["slots"]
     assert budget.device["gradient accumulators"] == found["accumulators"]

@@ -86,7 +86,7 @@ def attach(
                 f"PEFT puts an adapter for {elsewhere[0]} on the fused experts of "
                 f"{type(plain).__name__}, and headrace has none for experts",
                 remedy="leave these names out of lora_target_modules, or use all-linear, which "
-                "does",
+                "does; lora_modules_to_save: [experts] trains them whole",
             )
         targets = [target for target in targets if target not in elsewhere]
         config, layers, found = _injected(build(), layers_path, settings, targets)
