@@ -42,6 +42,6 @@ def checked_sections(
             raise ConfigError(
                 f"engine.expert_slices is {slices}, but the state of {shard.layout.name} was "
                 f"shared out among ranks in {len(shard.sections)} pieces, not {len(parts)}",
-                remedy="allocate it with the same plan_sections",
+                remedy="give ModelState the sections that plan_sections makes of the same number",
             )
     return sections

@@ -281,8 +281,8 @@ class ModelState:
                 ``device``: they are neither sent nor returned, and updated there. The first ones,
                 because a step needs them first, while the host still updates the others.
             share: which rank of how many this is; one has everything.
-            sections: what each unit is sent in: several ranks share out each section by itself.
-                None for whole units.
+            sections: what each unit is sent in: several ranks share out each section by itself;
+                empty for whole units.
 
         Raises:
             CapacityError: the host or the device does not have the memory.
