@@ -30,6 +30,10 @@ EXIT_USAGE = 2
 EXIT_WILL_NOT_FIT = 3
 EXIT_REQUEUE = 75
 
+_ANOTHER_MODEL = (
+    "take a family that docs/models.md lists; headrace doctor --model FOLDER examines any other"
+)
+
 
 class HeadraceError(Exception):
     """Base class. ``exit_code`` is what the command line returns for it."""
@@ -59,6 +63,10 @@ class ModelRefusedError(HeadraceError):
     """The model cannot be trained exactly by the streamed step."""
 
     exit_code = EXIT_USAGE
+
+    def __init__(self, message: str, *, remedy: str = _ANOTHER_MODEL) -> None:
+        """Build from what of the model cannot be; most often only another one helps."""
+        super().__init__(message, remedy=remedy)
 
 
 class CapacityError(HeadraceError):

@@ -40,6 +40,18 @@ Engine.step = failing
 main(["train", sys.argv[1]])
 """
 
+# A run whose second rank is short of memory after its first step.
+SHORT = """
+import os, sys
+from headrace.cli import main
+from headrace.errors import CapacityError
+from headrace.trainer.failures import MemoryWatch
+
+if os.environ["RANK"] == "1":
+    MemoryWatch.shortage = lambda _: CapacityError("1 KiB of host memory is left")
+main(["train", sys.argv[1]])
+"""
+
 
 @pytest.fixture
 def config_file(make_config, tmp_path):
@@ -142,6 +154,18 @@ def test_a_rank_that_fails_ends_the_others_with_its_reason(
     assert codes == [3, 3], outputs
     assert f"rank {rank} failed: the memory is gone" in outputs[1 - rank]
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed"
+
+
+def test_a_rank_whose_memory_runs_short_ends_the_others_with_its_reason(
+    config_file, started, tmp_path
+):
+    """All of them save first; the one that has room leaves the word to the one that has none."""
+    script = tmp_path / "short.py"
+    script.write_text(SHORT)
+    codes, outputs = ends(started(script, config_file()))
+    assert codes == [3, 3], outputs
+    assert "rank 1 failed: 1 KiB of host memory is left" in outputs[0]
+    assert (tmp_path / "run" / "checkpoint-1" / "headrace.json").is_file()
 
 
 @pytest.mark.parametrize("rank", [0, 2])

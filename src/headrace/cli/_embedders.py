@@ -70,12 +70,21 @@ def _tokenizer(model: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"no tokenizer at {model!r}: {str(error).splitlines()[0]}") from error
+        raise _absent("tokenizer", model, error) from error
+
+
+def _absent(what: str, model: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"no {what} at {model!r}: {str(error).splitlines()[0]}",
+        remedy="give a model folder with its tokenizer, or the name of a model that was downloaded",
+    )
 
 
 def _dtype(name: str) -> torch.dtype:
     if name not in _DTYPES:
-        raise ConfigError(f"dtype {name!r} is none of {', '.join(_DTYPES)}")
+        raise ConfigError(
+            f"dtype {name!r} is no type to compute in", remedy=f"one of {', '.join(_DTYPES)}"
+        )
     return _DTYPES[name]
 
 
@@ -91,7 +100,7 @@ def load_whole(model: str, *, device: str) -> tuple[Any, Any]:
     try:
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"no model at {model!r}: {str(error).splitlines()[0]}") from error
+        raise _absent("model", model, error) from error
     return loaded.to(device).eval(), tokenizer
 
 
@@ -120,7 +129,7 @@ def plain_embedder(
                 model, dtype=torch_dtype, attn_implementation=attention
             )
     except (OSError, ValueError) as error:
-        raise ConfigError(f"no model at {model!r}: {str(error).splitlines()[0]}") from error
+        raise _absent("model", model, error) from error
     loaded = loaded.to(device)
     return Embedder(
         tokenizer=tokenizer,
@@ -152,7 +161,10 @@ def streaming_embedder(
     from headrace.store.state import ModelState
 
     if dtype not in {"float32", "bfloat16"}:
-        raise ConfigError(f"dtype {dtype!r}: the engine streams float32 or bfloat16")
+        raise ConfigError(
+            f"dtype {dtype!r}: the engine streams float32 or bfloat16",
+            remedy="--dtype bfloat16, or leave --stream out",
+        )
     folder = Path(model)
     if not folder.is_dir():
         raise ConfigError(

@@ -93,7 +93,10 @@ def audit(
             panel, embeddings, cutoff, twin, reference, reduction, recall, perplexity, split_date,
         ]  # fmt: skip
         if any(option is not None for option in given):
-            raise ConfigError("a recipe was given, and options that it would silence")
+            raise ConfigError(
+                "a recipe was given, and options that it would silence",
+                remedy="put them into the recipe, or leave the recipe out",
+            )
         request = request_from_recipe(recipe)
     elif panel is None:
         raise ConfigError("no panel was given", remedy="give --panel PANEL.parquet or a recipe")

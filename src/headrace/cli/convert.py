@@ -66,7 +66,10 @@ def convert(
     if to is Target.MODEL:
         result = convert_to_model(source, out, model=model, dtype=dtype)
     elif dtype is Dtype.FLOAT16:
-        raise ConfigError("--dtype: a checkpoint holds bfloat16 or float32 working weights")
+        raise ConfigError(
+            "--dtype float16: a checkpoint holds bfloat16 or float32 working weights",
+            remedy="--dtype bfloat16, or --to model",
+        )
     else:
         result = convert_to_checkpoint(
             source, out, model=model, dtype="float32" if dtype is Dtype.FLOAT32 else "bfloat16"

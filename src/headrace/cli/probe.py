@@ -91,7 +91,8 @@ def loss(
                 if ids and max(ids) >= vocabulary:
                     raise DataError(
                         f"{shard} holds token {max(ids)}, the model has {vocabulary}: its tokens "
-                        "are of another tokenizer"
+                        "are of another tokenizer",
+                        remedy="encode the corpus with the model's own tokenizer",
                     )
                 yield str(date)[:10], list(ids)
 

@@ -55,7 +55,10 @@ def quickstart(
     from headrace.units import format_bytes, format_duration
 
     if model_cutoff is not None and model is None:
-        raise ConfigError("--model-cutoff says something of --model, which is not given")
+        raise ConfigError(
+            "--model-cutoff says something of --model, which is not given",
+            remedy="give --model too, or leave it out",
+        )
     console = Console(stderr=json)
     config = QuickstartConfig(
         output_dir=output_dir,

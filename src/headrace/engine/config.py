@@ -6,9 +6,9 @@ import functools
 import math
 import re
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
-from headrace.engine.clipping import ClippingMode  # noqa: TC001 - read by pydantic at run time
+from headrace.engine.clipping import ClippingMode
 from headrace.errors import ConfigError
 from headrace.units import MIB
 
@@ -89,50 +89,37 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Refuse values that no step could run with."""
-        limits = {
-            "weight_slots": (self.weight_slots, 2),
-            "gradient_slots": (self.gradient_slots, 1),
-            "loss_chunk_tokens": (self.loss_chunk_tokens, 1),
-            "chunk_bytes": (self.chunk_bytes, 4096),
-            "recompute_layers": (self.recompute_layers or 0, 0),
-            "offload_layers": (self.offload_layers or 0, 0),
-            "device_units": (self.device_units or 0, 0),
+        least = {
+            "weight_slots": 2,  # one computes while the next is sent
+            "gradient_slots": 1,
+            "loss_chunk_tokens": 1,
+            "chunk_bytes": 4096,
+            "recompute_layers": 0,
+            "offload_layers": 0,
+            "device_units": 0,
+            "rows_per_micro_batch": 1,
+            "micro_batches_per_wave": 1,
+            "update_threads": 1,
+            "expert_slices": 1,
+            "lane_jitter_seconds": 0,
         }
-        for name, (value, least) in limits.items():
-            if value < least:
-                raise ConfigError(f"engine.{name} is {value}; it must be at least {least}")
-        for name in (
-            "rows_per_micro_batch",
-            "micro_batches_per_wave",
-            "update_threads",
-            "expert_slices",
-        ):
+        for name, limit in least.items():
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"engine.{name} is {value}; it must be at least 1, or absent")
+            if value is not None and not value >= limit:
+                raise self._refused(name, f"it must be at least {limit}")
         if (self.update_threads or 1) > MAX_UPDATE_THREADS:
-            raise ConfigError(
-                f"engine.update_threads is {self.update_threads}; a pool has at most "
-                f"{MAX_UPDATE_THREADS}"
-            )
+            raise self._refused("update_threads", f"a pool has at most {MAX_UPDATE_THREADS}")
         if not 0 < self.lane_timeout_seconds < math.inf:
-            raise ConfigError(
-                f"engine.lane_timeout_seconds is {self.lane_timeout_seconds}; it must be above 0"
-            )
-        if not 0 <= self.lane_jitter_seconds < math.inf:
-            raise ConfigError(
-                f"engine.lane_jitter_seconds is {self.lane_jitter_seconds}; it must not be negative"
-            )
-        if self.clipping not in ("auto", "deferred", "optimistic"):
-            raise ConfigError(f"engine.clipping is {self.clipping!r}: auto, deferred or optimistic")
-        if self.update_order not in (None, "together", "weights_first"):
-            raise ConfigError(
-                f"engine.update_order is {self.update_order!r}: together or weights_first"
-            )
-        if self.activations not in ("keep", "offload", "recompute"):
-            raise ConfigError(
-                f"engine.activations is {self.activations!r}: keep, offload or recompute"
-            )
+            raise self._refused("lane_timeout_seconds", "it must be above 0, and finite")
+        if not self.lane_jitter_seconds < math.inf:
+            raise self._refused("lane_jitter_seconds", "it must be finite")
+        words = {"clipping": ClippingMode, "update_order": UpdateOrder, "activations": Activations}
+        for name, kind in words.items():
+            if getattr(self, name) not in (getattr(type(self), name), *get_args(kind)):
+                raise self._refused(name, f"it must be {' or '.join(get_args(kind))}")
+
+    def _refused(self, name: str, limit: str) -> ConfigError:
+        return _refused(f"engine.{name}", getattr(self, name), limit, getattr(type(self), name))
 
     def activation_plan(self, num_layers: int, first: int = 0) -> tuple[Leaving, ...]:
         """What each layer that is sent whole leaves for its backward.
@@ -182,17 +169,23 @@ class ParamGroup:
         try:
             re.compile(self.pattern)
         except re.error as error:
-            raise ConfigError(f"parameter group pattern {self.pattern!r}: {error}") from error
-        if not 0 <= self.learning_rate_scale < math.inf:
             raise ConfigError(
-                f"parameter group {self.pattern!r}: learning_rate_scale is "
-                f"{self.learning_rate_scale}; it must be finite and not negative"
-            )
-        if not 0 <= (self.weight_decay or 0) < math.inf:
-            raise ConfigError(
-                f"parameter group {self.pattern!r}: weight_decay is {self.weight_decay}; it must "
-                "be finite and not negative"
-            )
+                f"param_groups: the pattern {self.pattern!r} is no regular expression: {error}",
+                remedy="escape what is meant literally: \\. for a dot, \\[ for a bracket",
+            ) from error
+        for name in ("learning_rate_scale", "weight_decay"):
+            if not 0 <= (getattr(self, name) or 0) < math.inf:
+                raise _refused(
+                    f"param_groups: {self.pattern!r}: {name}",
+                    getattr(self, name),
+                    "it must be finite and not negative",
+                    getattr(type(self), name),
+                    unset="the optimizer's counts",
+                )
+
+
+# As a training file calls them.
+_NAMES = {"beta1": "adam_beta1", "beta2": "adam_beta2", "eps": "adam_epsilon"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,15 +208,29 @@ class AdamWConfig:
 
     def __post_init__(self) -> None:
         """Refuse values outside their range."""
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must lie in [0, 1)")
-        if not SMALLEST_EPS <= self.eps < math.inf:
-            raise ConfigError(
-                f"eps is {self.eps}; it must be finite and at least {SMALLEST_EPS:.3g}, the "
-                "smallest normal float32"
-            )
-        if not 0 <= self.weight_decay < math.inf:
-            raise ConfigError(
-                f"weight_decay is {self.weight_decay}; it must be finite and not negative"
-            )
+        limits = {
+            "beta1": (0 <= self.beta1 < 1, "it must lie in [0, 1)"),
+            "beta2": (0 <= self.beta2 < 1, "it must lie in [0, 1)"),
+            "eps": (
+                SMALLEST_EPS <= self.eps < math.inf,
+                f"it must be finite and at least {SMALLEST_EPS:.3g}, the smallest normal float32",
+            ),
+            "weight_decay": (
+                0 <= self.weight_decay < math.inf,
+                "it must be finite and not negative",
+            ),
+        }
+        for name, (holds, limit) in limits.items():
+            if not holds:
+                default = getattr(type(self), name)
+                raise _refused(_NAMES.get(name, name), getattr(self, name), limit, default)
+
+
+def _refused(
+    name: str, value: object, limit: str, default: object, *, unset: str = "what fits is chosen"
+) -> ConfigError:
+    """That a setting is outside its limit, and what holds where it is not set."""
+    rest = unset if default is None else f"its default is {default!r}"
+    return ConfigError(
+        f"{name} is {value!r}; {limit}", remedy=f"correct it, or leave it out: {rest}"
+    )

@@ -83,7 +83,8 @@ class Ticket:
             raise
         except Exception as error:
             raise LaneError(
-                f"the {self._lane.name} lane failed: {type(error).__name__}: {error}"
+                f"the {self._lane.name} lane failed: {type(error).__name__}: {error}",
+                remedy="the state may hold a part of this step: go on from the last checkpoint",
             ) from error
 
     def wait_on_stream(self) -> None:

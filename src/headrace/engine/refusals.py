@@ -25,7 +25,9 @@ def checked_sections(
     if config.device_units not in (None, state.device_units):
         raise ConfigError(
             f"engine.device_units is {config.device_units}, but the state was allocated "
-            f"with {state.device_units} units on the device"
+            f"with {state.device_units} units on the device",
+            remedy=f"engine.device_units: {state.device_units}, or allocate the state with "
+            f"device_units={config.device_units}",
         )
     if config.rows_per_micro_batch is not None and spec.is_balanced:
         raise ConfigError(

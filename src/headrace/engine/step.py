@@ -215,7 +215,12 @@ class Engine:
         given, whole = micro_batches, self._whole(micro_batches)
         micro_batches, num_supervised = whole.micro_batches, whole.num_supervised
         if num_supervised == 0:
-            raise DataError("no token of this step's batch is supervised: every target is -100")
+            raise DataError(
+                f"no token of update {self.state.optimizer_step + 1} is supervised: every target "
+                "of its micro-batches is -100",
+                remedy="leave rows without targets out: in chats whose answers are cut off, raise "
+                "max_length",
+            )
         self._exposure.begin_step(self.state.optimizer_step + 1)
         begun = time.perf_counter()
         step = self.state.optimizer_step + 1
@@ -344,7 +349,10 @@ class Engine:
         num_layers = self.spec.num_layers
         index = layer + num_layers + 1 if layer < 0 else layer
         if not 0 <= index <= num_layers:
-            raise ConfigError(f"layer {layer} of a model with {num_layers} layers")
+            raise ConfigError(
+                f"layer {layer} is asked for, and the model has {num_layers}",
+                remedy=f"a number from {-num_layers - 1} to {num_layers}; -1 is the last",
+            )
         if position_ids_BT is None:
             position_ids_BT = torch.arange(input_ids_BT.shape[1]).expand_as(input_ids_BT)
         batch = MicroBatch(

@@ -118,7 +118,10 @@ class Tracer:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("")
         except OSError as error:
-            raise ConfigError(f"the trace {path} cannot be written: {error.strerror}") from error
+            raise ConfigError(
+                f"engine.trace: {path} cannot be written: {error.strerror}",
+                remedy="name a file in a folder that can be written",
+            ) from error
         self._path = path
         self._cuda = device.type == "cuda"
         self._name = torch.cuda.get_device_name(device) if self._cuda else "cpu"

@@ -54,7 +54,10 @@ def load(backend: Literal["auto", "native", "reference"] = "auto") -> HostKernel
             from headrace.kernels.native import NativeBackend  # noqa: PLC0415  may be missing
         except ImportError as error:
             if backend == "native" or is_native_required():
-                raise HeadraceError(str(error)) from error
+                raise HeadraceError(
+                    f"the compiled host kernels are asked for and not there: {error}",
+                    remedy="install headrace with a C++ compiler at hand, or leave the choice open",
+                ) from error
             _LOGGER.warning("no compiled host kernels: %s. %s", _COST, error)
         else:
             native = NativeBackend()

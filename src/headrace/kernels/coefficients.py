@@ -57,7 +57,9 @@ class Coefficients:
 
 def _require(holds: bool, name: str, value: float, rule: str) -> None:
     if not holds:
-        raise ConfigError(f"{name} is {value!r}; it must be {rule}")
+        raise ConfigError(
+            f"{name} is {value!r}; it must be {rule}", remedy=f"give {name} within its limits"
+        )
 
 
 def coefficients(

@@ -42,12 +42,19 @@ class LoraSettings:
     def __post_init__(self) -> None:
         """Refuse what gives no adapter."""
         if self.rank < 1:
-            raise ConfigError(f"the rank of adapters is {self.rank}; it must be at least 1")
+            raise ConfigError(
+                f"the rank of adapters is {self.rank}; it must be at least 1",
+                remedy="lora_r: 16, or another positive number",
+            )
         if not 0 < self.alpha < float("inf"):
-            raise ConfigError(f"the alpha of adapters is {self.alpha}; it must be above 0")
+            raise ConfigError(
+                f"the alpha of adapters is {self.alpha}; it must be above 0, and finite",
+                remedy="lora_alpha: twice lora_r is usual",
+            )
         if not 0 <= self.dropout < 1:
             raise ConfigError(
-                f"the dropout of adapters is {self.dropout}; it must be at least 0 and below 1"
+                f"the dropout of adapters is {self.dropout}; it must be at least 0 and below 1",
+                remedy="lora_dropout: 0.05, or leave it out",
             )
         if isinstance(self.target_modules, str) and self.target_modules != ALL_LINEAR:
             try:

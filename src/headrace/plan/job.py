@@ -126,9 +126,15 @@ class Job:
         """Refuse sizes that are not positive."""
         for name in ("max_length", "micro_batch", "tokens_per_step", "accumulation"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)}; it must be at least 1",
+                    remedy=f"a positive number, or leave {name} out",
+                )
         if self.price is not None and not 0 <= self.price < math.inf:
-            raise ConfigError(f"the price is {self.price}; it must be finite and not negative")
+            raise ConfigError(
+                f"the price is {self.price}; it must be finite and not negative",
+                remedy="of one card and hour, or leave --price out",
+            )
 
     @property
     def trains_all(self) -> bool:

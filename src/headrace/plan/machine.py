@@ -202,7 +202,9 @@ def describe_machine(
             not positive.
     """
     if num_gpus < 1:
-        raise ConfigError(f"--gpus is {num_gpus}; at least one card is needed")
+        raise ConfigError(
+            f"--gpus is {num_gpus}; at least one card is needed", remedy="--gpus 1, or leave it out"
+        )
     key, card = find_card(gpu)
     peak, pcie, memory = (_rate(card, k) for k in ("peak_tflops", "pcie_gb_per_s", "memory_gib"))
     assert peak is not None

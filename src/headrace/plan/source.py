@@ -34,15 +34,20 @@ class ModelSource:
     runs: tuple[dict[str, Any], ...]
 
 
+_A_FOLDER = "name a Hugging Face model folder, its config.json, or a model of --list-models"
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+        raise ConfigError(f"{path} cannot be read: {error}", remedy=_A_FOLDER) from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
+        raise ConfigError(f"{path} is not JSON: {error}", remedy=_A_FOLDER) from error
     if not isinstance(value, dict):
-        raise ConfigError(f"{path} holds a {type(value).__name__}, not a configuration object")
+        raise ConfigError(
+            f"{path} holds a {type(value).__name__}, not a configuration object", remedy=_A_FOLDER
+        )
     return value
 
 
@@ -56,7 +61,9 @@ def find_model(name: str) -> ModelSource:
         path = Path(name).expanduser()
         is_folder, is_file = path.is_dir(), path.is_file()
     except (OSError, RuntimeError) as error:  # too long, nobody's home
-        raise ConfigError(f"the model {name!r} cannot be looked for: {error}") from error
+        raise ConfigError(
+            f"the model {name!r} cannot be looked for: {error}", remedy=_A_FOLDER
+        ) from error
     if is_folder:
         path /= "config.json"
         if not path.is_file():

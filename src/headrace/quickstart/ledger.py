@@ -61,7 +61,9 @@ class Ledger:
             self._marks.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self._marks / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            raise ConfigError(f"cannot write to {folder}: {error.strerror}") from error
+            raise ConfigError(
+                f"cannot write to {folder}: {error.strerror}", remedy="choose another --output-dir"
+            ) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -185,7 +185,8 @@ class _Run:
         if result.status != "finished":
             stopped = HeadraceError(
                 f"training of {name} was stopped at step {result.step} of {result.num_steps}; the "
-                "same command goes on from there"
+                "same command goes on from there",
+                remedy=None,  # one line: it was asked for
             )
             stopped.exit_code = result.exit_code or stopped.exit_code  # of the signal
             raise stopped

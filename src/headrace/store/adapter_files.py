@@ -126,7 +126,10 @@ def _refuse_foreign(folder: Path, values: Mapping[str, Any]) -> None:
     from peft import LoraConfig  # noqa: PLC0415 - optional, slow
 
     if values.get("peft_type") != "LORA":
-        raise DataError(f"{folder} holds a {values.get('peft_type')} adapter; headrace has LoRA")
+        raise DataError(
+            f"{folder} holds a {values.get('peft_type')} adapter; headrace has LoRA",
+            remedy="merge it into its model with PEFT, and train that",
+        )
     plain = LoraConfig()
     defaults = {field.name: getattr(plain, field.name) for field in fields(plain)}
     for name, value in values.items():

@@ -181,7 +181,9 @@ def load_checkpoint(path: str | Path, spec: ModelSpec, state: ModelState) -> dic
     """
     path = Path(path)
     if (problem := find_problem(path)) is not None:
-        raise CheckpointError(f"{path} is not a complete checkpoint: {problem}")
+        raise CheckpointError(
+            f"{path} is not a complete checkpoint: {problem}", remedy="take an earlier one"
+        )
     record = read_record(path)
     if record["dtype"] != state.dtype:
         raise CheckpointError(

@@ -37,7 +37,8 @@ def read_record(path: Path) -> dict[str, Any]:
     if record.get("format_version") != FORMAT_VERSION:
         raise CheckpointError(
             f"{path} has format version {record.get('format_version')}, "
-            f"this headrace reads {FORMAT_VERSION}"
+            f"this headrace reads {FORMAT_VERSION}",
+            remedy="use the version of headrace that wrote it: run.json beside it names that",
         )
     for key, kind in _RECORD_KINDS.items():
         if not isinstance(record.get(key), kind):
@@ -194,7 +195,10 @@ def new_folder(out_dir: Path) -> Iterator[Path]:
         sync_directory(out_dir.parent)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(f"could not write {out_dir}: {error.strerror or error}") from error
+        raise CheckpointError(
+            f"could not write {out_dir}: {error.strerror or error}",
+            remedy="free space, or choose another folder",
+        ) from error
     except CheckpointError:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

@@ -135,7 +135,7 @@ def _load_gguf(spec: ModelSpec, state: ModelState, folder: Path, gguf_file: str)
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 - slow; only when needed
 
     if not (folder / gguf_file).is_file():
-        raise ConfigError(f"no GGUF file {folder / gguf_file}")
+        raise ConfigError(f"no GGUF file {folder / gguf_file}", remedy="correct gguf_file")
     model = AutoModelForCausalLM.from_pretrained(
         str(folder), gguf_file=gguf_file, dtype=torch.float32
     )
@@ -148,7 +148,10 @@ def _load_gguf(spec: ModelSpec, state: ModelState, folder: Path, gguf_file: str)
             if param.adapter:
                 continue
             if param.name not in tensors:
-                raise DataError(f"{gguf_file} has no tensor {param.name!r}")
+                raise DataError(
+                    f"{gguf_file} has no tensor {param.name!r}",
+                    remedy="take a GGUF file of the whole model, or its safetensors",
+                )
             unit.set_master(param, tensors.pop(param.name))
     return LoadReport(ignored=tuple(sorted(tensors)))
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
+_COPY_AGAIN = "copy or download it again"
 _DTYPES = {
     torch.bfloat16: "BF16",
     torch.float16: "F16",
@@ -212,10 +213,14 @@ def read_weight_map(index: Path) -> dict[str, Path]:
             for n, file in json.loads(index.read_text())["weight_map"].items()
         }
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{index} is not an index of safetensors files: {error}") from error
+        raise CheckpointError(
+            f"{index} is not an index of safetensors files: {error}", remedy=_COPY_AGAIN
+        ) from error
     missing = sorted({file.name for file in files.values() if not file.is_file()})
     if missing:
-        raise CheckpointError(f"{index} names files that are not there: {', '.join(missing)}")
+        raise CheckpointError(
+            f"{index} names files that are not there: {', '.join(missing)}", remedy=_COPY_AGAIN
+        )
     return files
 
 
@@ -236,7 +241,7 @@ def _readable(path: Path) -> Iterator[None]:
     except SafetensorError as error:
         raise CheckpointError(
             f"{path} is not a whole safetensors file: {error}",
-            remedy="copy or download it again",
+            remedy=_COPY_AGAIN,
         ) from error
 
 
@@ -253,7 +258,10 @@ def describe_tensors(path: Path, names: Iterable[str]) -> dict[str, torch.Tensor
             piece = file.get_slice(name)
             code = piece.get_dtype()
             if code not in types:
-                raise CheckpointError(f"{name} in {path} has the unknown type {code}")
+                raise CheckpointError(
+                    f"{name} in {path} has the unknown type {code}",
+                    remedy="save it in bfloat16 or float32",
+                )
             found[name] = torch.empty(piece.get_shape(), dtype=types[code], device="meta")
     return found
 

@@ -236,7 +236,10 @@ def _read_metadata(folder: Path) -> Record:
             else "give a folder that torch.distributed.checkpoint has saved",
         ) from error
     except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
+        raise CheckpointError(
+            f"{file} cannot be read: {error.strerror or error}",
+            remedy="make it readable, or copy it again",
+        ) from error
     metadata = read_pickle(data, _KNOWN, str(file))
     if not isinstance(metadata, Record) or metadata.kind != "Metadata":
         raise _damaged(folder, f"{METADATA} holds no metadata of a checkpoint")
@@ -317,7 +320,9 @@ def _size(value: Any, name: str) -> tuple[int, ...]:
     """A ``torch.Size``."""
     inner = value.arguments[0] if isinstance(value, Record) and value.arguments else ()
     if not isinstance(value, Record) or value.kind != "Size" or not all(map(_count, inner)):
-        raise CheckpointError(f"the metadata of {name} has no usable sizes")
+        raise CheckpointError(
+            f"the metadata of {name} has no usable sizes", remedy="copy the checkpoint again"
+        )
     return tuple(inner)
 
 

@@ -184,7 +184,8 @@ class UnitState:
         """
         if tuple(value.shape) != param.shape:
             raise DataError(
-                f"{param.name} has shape {tuple(value.shape)}, the model's is {param.shape}"
+                f"{param.name} has shape {tuple(value.shape)}, the model's is {param.shape}",
+                remedy="load weights that belong to the model's config.json",
             )
         if value.dtype not in _MASTER_SOURCES:
             raise DataError(
@@ -195,7 +196,9 @@ class UnitState:
         if flat.dtype == torch.float64:  # before the check: what leaves float32 becomes infinite
             flat = flat.to(torch.float32)
         if not all_finite(flat):
-            raise DataError(f"{param.name} has NaN or infinite values; refusing to load it")
+            raise DataError(
+                f"{param.name} has NaN or infinite values", remedy="copy or download it again"
+            )
         if self.remainder is None or flat.dtype == torch.bfloat16:
             self._set_weights(param, flat)
             for low, _ in self._low_halves(param):
@@ -206,7 +209,10 @@ class UnitState:
         high_host = torch.empty(param.numel, dtype=torch.bfloat16)
         bits = high_host.view(torch.uint16).numpy()
         if not self._kernels.split_float32(source, bits, low_host.numpy()):
-            raise DataError(f"{param.name} has values that round to infinity in bfloat16")
+            raise DataError(
+                f"{param.name} has values that round to infinity in bfloat16",
+                remedy="dtype: float32",
+            )
         self._set_weights(param, high_host)
         for low, part in self._low_halves(param):
             low.copy_(low_host[part])
@@ -295,7 +301,8 @@ class ModelState:
         if not 0 <= device_units <= len(self.layouts):
             raise ConfigError(
                 f"device_units is {device_units}; the model has {len(self.layouts)} units "
-                "(embedding, layers, head)"
+                "(embedding, layers, head)",
+                remedy=f"engine.device_units: {len(self.layouts)} at most",
             )
         self.device_units = device_units
         self.share = share or Share()

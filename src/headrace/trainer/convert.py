@@ -127,7 +127,10 @@ def find_config(folder: Path, model: str | Path | None) -> Path:
         found = model_folder(str(model), "--model")
         found = found.parent if found.suffix == ".json" else found
         if not (found / "config.json").is_file():
-            raise ConfigError(f"--model: {found} has no config.json")
+            raise ConfigError(
+                f"--model: {found} has no config.json",
+                remedy="name the folder of the model that was trained",
+            )
         return found
     near = [folder, *folder.resolve().parents[:2]]
     for place in near:

@@ -12,7 +12,6 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from headrace.errors import RankError
 from headrace.trainer.failures import MemoryWatch, memory_told, step_with_retry
 from headrace.trainer.metrics import Meter
 
@@ -145,7 +144,9 @@ class TrainingLoop:
             if any(short for (short,) in self._ranks.table([shortage is not None])):
                 self._save()
                 self._finish_save(wait=True)
-                raise shortage or RankError("another rank's host memory runs out")
+                if shortage is not None:
+                    raise shortage
+                self._ranks.meet()  # the one that is short does not come: its reason ends this one
         if self._saved_step != self.step:
             self._save()
         self._finish_save(wait=True)

@@ -96,7 +96,10 @@ class ModelKeys(BaseModel):
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise ConfigError(f"{info.field_name}: {pattern!r}: {error}") from error
+                raise ConfigError(
+                    f"{info.field_name}: {pattern!r} is no regular expression: {error}",
+                    remedy="escape what is meant literally: \\. for a dot, \\[ for a bracket",
+                ) from error
         return value
 
     @model_validator(mode="after")

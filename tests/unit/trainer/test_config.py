@@ -71,11 +71,11 @@ def write(tmp_path, text):
         ({"eval_datasets": [{"path": "b"}, {"path": "b"}]}, "same name"),
         ({"packing_strategy": "wrapped", "excess_length": "drop"}, "has no effect"),
         ({"save_total_limit": 0}, "save_total_limit"),
-        ({"param_groups": [{"pattern": "("}]}, "parameter group pattern"),
+        ({"param_groups": [{"pattern": "("}]}, "is no regular expression"),
         ({"param_groups": [{"pattern": "x", "weight_decay": True}]}, "not true or false"),
         ({"engine": {"gradient_slots": True}}, "not true or false"),
         ({"datasets": [{"path": "a", "weight": True}]}, "not true or false"),
-        ({"adam_epsilon": 1e-300}, "eps is 1e-300"),
+        ({"adam_epsilon": 1e-300}, "adam_epsilon is 1e-300"),
         ({"gguf_file": "x", "model_name_or_path": None, "model_config": "c"}, "gguf_file"),
     ],
 )
@@ -83,6 +83,7 @@ def test_a_wrong_setting_is_refused_by_name(change, message):
     with pytest.raises(ConfigError, match=message) as caught:
         resolve(BASE | change)
     assert caught.value.exit_code == 2
+    assert caught.value.remedy
 
 
 def test_several_mistakes_are_reported_at_once():
