@@ -54,6 +54,7 @@ class Layout:
         length: sessions of a date block.
         offsets: ``(B,)`` of the shifted dates; empty where they are refused.
         refusal: why they are, or "".
+        split_date: last training date of the level's chronological split.
         views: rows and targets of ``"common"``, ``"entity"`` and ``"level"``; a channel that
             has too few dates is missing, with the reason in ``untested``.
         purged: plans of the channels; ``forward``: walk-forward ones, for refused shifts.

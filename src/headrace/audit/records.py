@@ -313,6 +313,7 @@ class AuditResult:
         schema, schema_version: ``"headrace.audit"`` and the version of this layout.
         headrace_version: what wrote the file.
         settings: every choice that shaped the figures, by name.
+        panel: the rows that were audited.
         stacks: fingerprint to its parts (library versions, device, dtype, ...).
         mixed_stacks: models of different stacks were compared because the user forced it.
         models: audited models in the order given.
