@@ -128,10 +128,11 @@ def measure_update(
     """
     if num_parameters < 1_000_000:
         raise ConfigError(
-            f"num_parameters is {num_parameters}; fewer than 1,000,000 measure nothing but calls"
+            f"num_parameters is {num_parameters}; fewer than 1,000,000 measure nothing but calls",
+            remedy="--num-parameters 100M",
         )
     if num_rounds < 1:
-        raise ConfigError(f"num_rounds is {num_rounds}; at least 1 is needed")
+        raise ConfigError(f"num_rounds is {num_rounds}; at least 1 is needed", remedy="--rounds 9")
     num_threads = num_threads or kernels.num_usable_cores()
     backend = kernels.load("native")
     num = -(-num_parameters // 64) * 64  # every plane starts at a cache line

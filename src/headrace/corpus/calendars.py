@@ -188,7 +188,10 @@ def _exchange(
         factory.bound_min().date() if factory.bound_min() is not None else date(1900, 1, 1),
     )
     if start >= end:
-        raise ConfigError(f"calendar {name!r} has no session between {start} and {end}")
+        raise ConfigError(
+            f"calendar {name!r} has no session between {start} and {end}",
+            remedy="correct not_before and the cutoff, or name another calendar",
+        )
     calendar = package.get_calendar(name, start=str(start), end=str(end))
     return _from_sessions(name, calendar, after)
 

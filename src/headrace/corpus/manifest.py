@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 FORMAT = "headrace-corpus"
 FORMAT_VERSION = 1
 MANIFEST_FILE = "manifest.json"
+_BUILD_AGAIN = "give the folder that headrace corpus build made, or build it again"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +51,9 @@ class Manifest:
                 remedy="give the output_dir of 'headrace corpus build'",
             ) from error
         except (OSError, ValueError) as error:
-            raise DataError(f"{file} cannot be read: {error}") from error
+            raise DataError(f"{file} cannot be read: {error}", remedy=_BUILD_AGAIN) from error
         if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise DataError(f"{file} is not a corpus manifest")
+            raise DataError(f"{file} is not a corpus manifest", remedy=_BUILD_AGAIN)
         if data["version"] > FORMAT_VERSION:
             raise DataError(
                 f"{file} has format version {data['version']}, newer than {FORMAT_VERSION}",

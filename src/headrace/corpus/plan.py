@@ -306,7 +306,10 @@ def _index_hash(source: SourceSettings) -> str | None:
         return None
     path = resolve_path(source.index)
     if not path.is_file():
-        raise ConfigError(f"source {source.name!r}: index {source.index} is not a file")
+        raise ConfigError(
+            f"source {source.name!r}: index {source.index} is not a file",
+            remedy="correct its path, or leave it out",
+        )
     return file_sha256(path)
 
 

@@ -40,13 +40,18 @@ def load_yaml(path: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise ConfigError(f"no configuration file {path}", remedy="check the path") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"configuration file {path} cannot be read: {error}") from error
+        raise ConfigError(
+            f"configuration file {path} cannot be read: {error}",
+            remedy="make it readable, and save it as UTF-8 text",
+        ) from error
     try:
         loaded = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from error
+        raise ConfigError(f"{path} is not YAML: {error}", remedy="correct that line") from error
     if not isinstance(loaded, dict):
-        raise ConfigError(f"{path} holds no mapping of keys to values")
+        raise ConfigError(
+            f"{path} holds no mapping of keys to values", remedy="write key: value lines"
+        )
     return dict(loaded)
 
 
@@ -64,7 +69,9 @@ def apply_overrides(values: Mapping[str, Any], words: Sequence[str]) -> dict[str
         try:
             value = yaml.safe_load(text)
         except yaml.YAMLError as error:
-            raise ConfigError(f"the value of {word!r} is not YAML: {error}") from error
+            raise ConfigError(
+                f"the value of {word!r} is not YAML: {error}", remedy="quote it"
+            ) from error
         _set(result, key.split("."), value, word)
     return result
 
@@ -82,7 +89,10 @@ def _set(container: Any, path: list[str], value: Any, word: str) -> None:
         last = depth == len(path) - 1
         if isinstance(container, list):
             if not key.isdecimal() or int(key) >= len(container):
-                raise ConfigError(f"{word!r}: {key!r} is not an index below {len(container)}")
+                raise ConfigError(
+                    f"{word!r}: {key!r} is not an index below {len(container)}",
+                    remedy="count from 0, or set the list whole",
+                )
             if last:
                 container[int(key)] = value
             else:
@@ -95,7 +105,10 @@ def _set(container: Any, path: list[str], value: Any, word: str) -> None:
                     container[key] = {}
                 container = container[key]
         else:
-            raise ConfigError(f"{word!r}: {'.'.join(path[:depth])} holds a value, not keys")
+            raise ConfigError(
+                f"{word!r}: {'.'.join(path[:depth])} holds a value, not keys",
+                remedy="set it whole",
+            )
 
 
 def validate(model: type[_Model], values: Mapping[str, Any], *, origin: str) -> _Model:
@@ -115,7 +128,10 @@ def validate(model: type[_Model], values: Mapping[str, Any], *, origin: str) -> 
             for details in complaints
             if not (details["type"] == "too_short" and details["loc"][0] in inner)
         ]
-        raise ConfigError(f"{origin}:\n    " + "\n    ".join(dict.fromkeys(lines))) from error
+        raise ConfigError(
+            f"{origin}:\n    " + "\n    ".join(dict.fromkeys(lines)),
+            remedy="correct these keys; docs/corpus.md lists all of them",
+        ) from error
 
 
 def _explain(model: type[BaseModel], details: Any) -> str:

@@ -88,7 +88,10 @@ def load_tokenizer(path: Path) -> Tokenizer:
     try:
         return _parsed(path.read_bytes())
     except Exception as error:  # the library raises bare Exception
-        raise ConfigError(f"{path} is not a tokenizer: {error}") from error
+        raise ConfigError(
+            f"{path} is not a tokenizer: {error}",
+            remedy="name the tokenizer.json of a fast tokenizer, or the folder that holds it",
+        ) from error
 
 
 @functools.lru_cache(maxsize=1)  # a build asks for the same one some times
@@ -107,7 +110,9 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+        raise ConfigError(
+            f"{path} cannot be read: {error}", remedy="copy the tokenizer's folder again"
+        ) from error
     return loaded if isinstance(loaded, dict) else {}
 
 

@@ -177,11 +177,13 @@ def read_object(path: Path, kind: str) -> tuple[Node, Source]:
     except FileNotFoundError:
         raise ConfigError(f"no {kind} at {path}", remedy="check the path") from None
     except OSError as error:
-        raise ConfigError(f"cannot read the {kind} at {path}: {error.strerror}") from None
+        raise ConfigError(
+            f"cannot read the {kind} at {path}: {error.strerror}", remedy="make it readable"
+        ) from None
     try:
         data = json.loads(raw.decode("utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise DataError(f"the {kind} at {path} is not JSON: {error}") from None
+        raise DataError(f"the {kind} at {path} is not JSON: {error}", remedy=_REWRITE) from None
     return Node(data, path.name), Source(
         kind=kind, path=str(path), sha256=hashlib.sha256(raw).hexdigest()
     )
@@ -255,6 +257,8 @@ def read_run(folder: Path) -> tuple[Run, list[Source]]:
             except json.JSONDecodeError as error:
                 if index == len(lines) - 1:
                     break
-                raise DataError(f"{path}, line {index + 1} is not JSON: {error}") from None
+                raise DataError(
+                    f"{path}, line {index + 1} is not JSON: {error}", remedy=_REWRITE
+                ) from None
     name = folder.resolve().name
     return Run(name=name, record=record, metrics=tuple(metrics)), sources

@@ -89,6 +89,9 @@ def _write(path: Path, text: str) -> None:
             os.fsync(handle.fileno())
         partial.replace(path)
     except OSError as error:
-        raise HeadraceError(f"cannot write {path}: {error.strerror}") from error
+        raise HeadraceError(
+            f"cannot write {path}: {error.strerror}",
+            remedy="free space, or write the report elsewhere",
+        ) from error
     finally:
         partial.unlink(missing_ok=True)

@@ -31,7 +31,10 @@ def day(text: str, where: str) -> date:
     try:
         return date.fromisoformat(text[:10])
     except ValueError:
-        raise DataError(f"{where}: {text!r} is not a date (YYYY-MM-DD)") from None
+        raise DataError(
+            f"{where}: {text!r} is not a date (YYYY-MM-DD)",
+            remedy="make the record again with headrace audit",
+        ) from None
 
 
 def around_cutoff(audit: Node, quantities: Quantities) -> Section:

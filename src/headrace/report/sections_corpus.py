@@ -31,6 +31,7 @@ _COUNTS = (
     ("Dated by a crawl only", "upper_bound"),
 )
 _MOST_EXAMPLES = 3
+_BUILD_AGAIN = "build the corpus again with this version of headrace"
 
 
 def corpus(corpora: Sequence[Corpus]) -> Section:
@@ -61,7 +62,9 @@ def cutoff_of(manifest: Node) -> date:
     try:
         return date.fromisoformat(text[:10])
     except ValueError:
-        raise DataError(f"{manifest.where}.cutoff: {text!r} is not a date") from None
+        raise DataError(
+            f"{manifest.where}.cutoff: {text!r} is not a date", remedy=_BUILD_AGAIN
+        ) from None
 
 
 def _one(each: Corpus, index: int) -> list[Block]:
@@ -97,7 +100,9 @@ def _months(manifest: Node) -> dict[str, dict[str, int]]:
         try:
             date.fromisoformat(f"{month}-01")
         except ValueError:
-            raise DataError(f"{row.where}.month: {month!r} is not YYYY-MM") from None
+            raise DataError(
+                f"{row.where}.month: {month!r} is not YYYY-MM", remedy=_BUILD_AGAIN
+            ) from None
         of_source = months.setdefault(source, {})
         of_source[month] = of_source.get(month, 0) + row.integer("documents")
     return months

@@ -128,7 +128,10 @@ def load_entities(extra: Path | None) -> dict[str, date]:
         try:
             loaded = yaml.safe_load(extra.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise ConfigError(f"entities_file {extra} cannot be read: {error}") from error
+            raise ConfigError(
+                f"entities_file {extra} cannot be read: {error}",
+                remedy="write it as YAML lines of name: YYYY-MM-DD",
+            ) from error
         if not isinstance(loaded, Mapping) or not all(
             isinstance(name, str)
             and name

@@ -60,7 +60,10 @@ def read_index(path: Path, file_field: str, date_field: str) -> Mapping[str, str
                     dates[name] += f" or {given}"  # no date: which one counts is not known
             return dates
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"index {path} cannot be read: {error}") from error
+        raise ConfigError(
+            f"index {path} cannot be read: {error}",
+            remedy="save it as CSV in UTF-8, with a line of column names",
+        ) from error
 
 
 def date_from_path(pattern: re.Pattern[str], name: str) -> str | None:
