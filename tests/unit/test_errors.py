@@ -10,8 +10,8 @@ from headrace import errors
 
 SOURCE = Path(headrace.__file__).parent
 PACKAGES = [
-    "bench", "cli", "corpus", "data", "doctor", "engine", "kernels", "models", "parallel", "plan",
-    "policy", "quickstart", "report", "selftest", "store", "trainer",
+    "audit", "bench", "cli", "corpus", "data", "doctor", "engine", "kernels", "models", "parallel",
+    "plan", "policy", "quickstart", "report", "selftest", "store", "trainer",
 ]  # fmt: skip
 # Their remedy is their class's, or the same for all.
 OWN = {"ModelRefusedError", "DamagedCheckpointError"}

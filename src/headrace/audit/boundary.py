@@ -130,7 +130,10 @@ def contrast(
     """
     sides = (session < cutoff_session - gap, session >= cutoff_session + gap)
     if min(float(np.ptp(target[side])) if side.any() else 0.0 for side in sides) == 0.0:
-        raise DataError("the target does not vary on one side of the cutoff")
+        raise DataError(
+            "the target does not vary on one side of the cutoff",
+            remedy="give a panel whose targets vary on both sides, or leave the cutoff out",
+        )
     gains = [
         side_gain(gain[side], target[side], session[side], length, min_blocks=MIN_BLOCKS_A_SIDE)
         for side in sides
@@ -139,7 +142,8 @@ def contrast(
     if min(blocks) < MIN_BLOCKS_A_SIDE or sum(blocks) < MIN_BLOCKS:
         raise DataError(
             f"{blocks[0]} date blocks of {length} sessions before the cutoff and {blocks[1]} after "
-            f"it; {MIN_BLOCKS_A_SIDE} on either side and {MIN_BLOCKS} together are needed"
+            f"it; {MIN_BLOCKS_A_SIDE} on either side and {MIN_BLOCKS} together are needed",
+            remedy="a panel of more dates around the cutoff",
         )
     # The channel's share of the total sets the unit of what is printed, and nothing else.
     share = float(target[sides[0] | sides[1]].var()) / total_variance

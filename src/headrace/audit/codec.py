@@ -53,7 +53,10 @@ def from_dict(data: dict[str, Any]) -> AuditResult:
         DataError: another schema, a newer version, or a field that is missing or of a wrong kind.
     """
     if data.get("schema") != SCHEMA:
-        raise DataError(f"not an audit result: schema is {data.get('schema')!r}, not {SCHEMA!r}")
+        raise DataError(
+            f"not an audit result: schema is {data.get('schema')!r}, not {SCHEMA!r}",
+            remedy="give the JSON that headrace audit wrote",
+        )
     version = data.get("schema_version")
     if version != SCHEMA_VERSION:
         raise DataError(
@@ -65,14 +68,20 @@ def from_dict(data: dict[str, Any]) -> AuditResult:
 
 def _build(cls: type[_Record], data: Any, where: str) -> _Record:
     if not isinstance(data, dict):
-        raise DataError(f"{where}: expected an object, got {type(data).__name__}")
+        raise DataError(
+            f"{where}: expected an object, got {type(data).__name__}",
+            remedy="run the audit again with this version of headrace",
+        )
     hints = typing.get_type_hints(cls)
     values: dict[str, Any] = {}
     for f in dataclasses.fields(cls):  # type: ignore[arg-type]  # _Record is always a dataclass
         if f.name in data:
             values[f.name] = _convert(hints[f.name], data[f.name], f"{where}.{f.name}")
         elif f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
-            raise DataError(f"{where}: field {f.name!r} is missing")
+            raise DataError(
+                f"{where}: field {f.name!r} is missing",
+                remedy="run the audit again with this version of headrace",
+            )
     return cls(**values)
 
 
@@ -86,7 +95,10 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         return _convert(next(a for a in arguments if a is not type(None)), value, where)
     if origin is Literal:
         if value not in arguments:
-            raise DataError(f"{where}: {value!r} is none of {', '.join(map(repr, arguments))}")
+            raise DataError(
+                f"{where}: {value!r} is none of {', '.join(map(repr, arguments))}",
+                remedy="run the audit again with this version of headrace",
+            )
         return value
     if origin is tuple:
         return tuple(_convert(arguments[0], v, f"{where}[{i}]") for i, v in enumerate(value))
@@ -97,7 +109,10 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, hint):
-        raise DataError(f"{where}: expected {hint.__name__}, got {value!r}")
+        raise DataError(
+            f"{where}: expected {hint.__name__}, got {value!r}",
+            remedy="run the audit again with this version of headrace",
+        )
     return value
 
 
@@ -156,9 +171,16 @@ def read_json(path: Path) -> AuditResult:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise DataError(f"no audit result at {path}") from error
+        raise DataError(
+            f"no audit result at {path}", remedy="check the path, or run headrace audit"
+        ) from error
     except json.JSONDecodeError as error:
-        raise DataError(f"{path} is not JSON: {error}") from error
+        raise DataError(
+            f"{path} is not JSON: {error}", remedy="give the JSON that headrace audit wrote"
+        ) from error
     if not isinstance(data, dict):
-        raise DataError(f"{path} holds {type(data).__name__}, not an audit result")
+        raise DataError(
+            f"{path} holds {type(data).__name__}, not an audit result",
+            remedy="give the JSON that headrace audit wrote",
+        )
     return from_dict(data)

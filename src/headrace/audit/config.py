@@ -74,13 +74,24 @@ class AuditConfig:
         }  # fmt: skip
         for name, lowest in least.items():
             if getattr(self, name) < lowest:
-                raise ConfigError(f"{name} is {getattr(self, name)}; the least is {lowest}")
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)}; the least is {lowest}",
+                    remedy=f"{name}: {lowest}, or more",
+                )
         if not 0 < self.level < 1:
-            raise ConfigError(f"level is {self.level}; it lies between 0 and 1")
+            raise ConfigError(
+                f"level is {self.level}; it lies between 0 and 1", remedy="0.05 is usual"
+            )
         if not 0 <= self.positive_control < 0.5:
-            raise ConfigError(f"positive_control is {self.positive_control}; it lies in [0, 0.5)")
+            raise ConfigError(
+                f"positive_control is {self.positive_control}; it lies in [0, 0.5)",
+                remedy="0.03 is the default; 0 leaves it out",
+            )
         if any(embargo < 0 for embargo in self.embargoes):
-            raise ConfigError(f"embargoes are {self.embargoes}; none may be negative")
+            raise ConfigError(
+                f"embargoes are {self.embargoes}; none may be negative",
+                remedy="a list of whole numbers of sessions, such as [0, 5]",
+            )
         if self.split_date is not None:
             parse_date(self.split_date, "split_date")
 

@@ -40,4 +40,7 @@ def parse_dates(path: Path, column: pl.Series, *, length: int | None = None) -> 
     try:
         return column.cast(pl.String).str.slice(0, length).str.to_date()
     except pl.exceptions.PolarsError as error:
-        raise DataError(f"{path}: column 'date' holds text that is no date ({error})") from error
+        raise DataError(
+            f"{path}: column 'date' holds text that is no date ({error})",
+            remedy="write dates as YYYY-MM-DD",
+        ) from error

@@ -55,9 +55,14 @@ class EmbedConfig:
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
         if self.pooling not in {"last_token", "mean"}:
-            raise ConfigError(f"pooling {self.pooling!r} is neither last_token nor mean")
+            raise ConfigError(
+                f"pooling {self.pooling!r} is neither last_token nor mean", remedy="one of them"
+            )
         if self.batch_size < 1 or self.max_length < 1:
-            raise ConfigError("batch_size and max_length are at least 1")
+            raise ConfigError(
+                "batch_size and max_length are at least 1",
+                remedy="positive numbers, or leave them out",
+            )
 
 
 def pool(hidden_BTD: torch.Tensor, mask_BT: torch.Tensor, pooling: Pooling) -> torch.Tensor:
@@ -73,7 +78,7 @@ def pool(hidden_BTD: torch.Tensor, mask_BT: torch.Tensor, pooling: Pooling) -> t
     """
     mask = mask_BT.to(device=hidden_BTD.device, dtype=torch.bool)
     if not bool(mask.any(dim=1).all()):
-        raise DataError("a prompt has no token to pool")
+        raise DataError("a prompt has no token to pool", remedy="leave empty prompts out")
     if pooling == "mean":
         weights = mask.float()
         total = torch.einsum("btd,bt->bd", hidden_BTD.float(), weights)
@@ -119,7 +124,10 @@ def embed_prompts(
         fresh = _embed_batch([tokens[i] for i in batch], forward, config)
         for i, vector in zip(batch, fresh, strict=True):
             if not np.isfinite(vector).all():
-                raise DataError(f"the embedding of prompt {i} is not finite: {prompts[i]!r}")
+                raise DataError(
+                    f"the embedding of prompt {i} is not finite: {prompts[i]!r}",
+                    remedy="embed in float32, or look at the model's weights",
+                )
             vectors[keys[i]] = vector
         if cache is not None:
             cache.add([keys[i] for i in batch], fresh)
@@ -135,7 +143,10 @@ def _check_lengths(
 ) -> None:
     empty = [i for i, ids in tokens.items() if not ids]
     if empty:
-        raise DataError(f"prompt {empty[0]} has no token: {prompts[empty[0]]!r}")
+        raise DataError(
+            f"prompt {empty[0]} has no token: {prompts[empty[0]]!r}",
+            remedy="leave the row out, or write its prompt",
+        )
     long = [i for i, ids in tokens.items() if len(ids) > config.max_length]
     if long:
         most = max(len(tokens[i]) for i in long)

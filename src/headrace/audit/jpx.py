@@ -105,7 +105,10 @@ def read_jpx(path: Path) -> JpxPrices:
     same = np.concatenate(([False], (code[1:] == code[:-1])))
     repeated = same & np.concatenate(([False], date[1:] == date[:-1]))
     if repeated.any():
-        raise DataError(f"{path} repeats a security and date: {_row_ids(frame, repeated)}")
+        raise DataError(
+            f"{path} repeats a security and date: {_row_ids(frame, repeated)}",
+            remedy="keep one row of each security and date",
+        )
     starts = np.flatnonzero(~same)
     first_row = np.repeat(starts, np.diff(np.append(starts, len(code))))
     adjusted = adjusted_close(close, factor, first_row)
@@ -234,11 +237,17 @@ def jpx_panel(
         DataError: no row has target and features.
     """
     if num_entities < 2 or dates_per_entity < 1:
-        raise ConfigError(f"{num_entities} entities x {dates_per_entity} dates is no panel")
+        raise ConfigError(
+            f"{num_entities} entities x {dates_per_entity} dates is no panel",
+            remedy="give at least one of each",
+        )
     features = point_in_time_features(prices)
     usable = ~np.isnan(prices.target) & np.isfinite(features).all(axis=1)
     if not usable.any():
-        raise DataError(f"panel {name!r}: no row has a target and 30 sessions of prices before it")
+        raise DataError(
+            f"panel {name!r}: no row has a target and 30 sessions of prices before it",
+            remedy="a file of more sessions",
+        )
     start = prices.date[usable].min()
     at_start = np.unique(prices.code[usable & (prices.date == start)])
     rng = np.random.default_rng(seed)

@@ -160,7 +160,8 @@ def build_layout(panel: Panel, config: AuditConfig) -> Layout:
     if num_usable_blocks(panel) < MIN_BLOCKS:
         raise DataError(
             f"{panel.num_sessions} dates make {num_usable_blocks(panel)} blocks; at least "
-            f"{MIN_BLOCKS} are needed"
+            f"{MIN_BLOCKS} are needed",
+            remedy="a panel of more dates",
         )
     panel = _in_a_safe_unit(panel)
     refusal = shift_refusal(panel)

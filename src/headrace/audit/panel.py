@@ -188,7 +188,10 @@ def make_panel(
     lengths |= {"features": len(values), "embedded": len(mask)}
     lengths |= {} if prompts is None else {"prompts": len(prompts)}
     if len(set(lengths.values())) > 1:
-        raise DataError(f"panel {name!r}: columns differ in length: {lengths}")
+        raise DataError(
+            f"panel {name!r}: columns differ in length: {lengths}",
+            remedy="give each column one value a row",
+        )
     for key in ("date", "label_start", "label_end"):
         missing = np.isnat(columns[key])
         if missing.any():
@@ -251,7 +254,10 @@ def _check_values(
             remedy="drop rows without a target; they are neither trained on nor scored",
         )
     if len(names) != values.shape[1]:
-        raise DataError(f"panel {name!r}: {values.shape[1]} features but {len(names)} names")
+        raise DataError(
+            f"panel {name!r}: {values.shape[1]} features but {len(names)} names",
+            remedy="name each feature once",
+        )
     for column, feature in enumerate(names):
         bad = ~np.isfinite(values[:, column])
         if bad.any():

@@ -47,7 +47,10 @@ def losses_by_month(
     """
     bad = ~np.isfinite(loss_sums) | (num_tokens <= 0)
     if bad.any():
-        raise DataError(f"document {int(np.argmax(bad))} has no finite loss or no tokens")
+        raise DataError(
+            f"document {int(np.argmax(bad))} has no finite loss or no tokens",
+            remedy="leave it out, or look at the model's weights",
+        )
     months: dict[str, list[int]] = defaultdict(list)
     for row, month in enumerate(dates.astype("datetime64[M]")):
         months[str(month)].append(row)

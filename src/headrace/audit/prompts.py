@@ -81,13 +81,15 @@ def render_prompts(panel: Panel, template: str) -> list[str]:
         raise ConfigError(f"no prompt template {template!r}", remedy=f"use one of: {known}")
     if template == "text/1" and panel.prompts is None:
         raise ConfigError(
-            f"template text/1 reads the column 'prompt', which panel {panel.name!r} lacks"
+            f"template text/1 reads the column 'prompt', which panel {panel.name!r} lacks",
+            remedy="give the panel that column, or choose another template",
         )
     needed = {"ret_5d", "ret_30d", "vol_20d"}
     if template == "vessl-2026/1" and not needed <= set(panel.feature_names):
         raise ConfigError(
             f"template vessl-2026/1 reads the features {', '.join(sorted(needed))}, which panel "
-            f"{panel.name!r} lacks"
+            f"{panel.name!r} lacks",
+            remedy="give the panel those features, or choose another template",
         )
     render = TEMPLATES[template][1]
     return [render(panel, int(row)) for row in panel.embedded_rows]

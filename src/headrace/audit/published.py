@@ -135,7 +135,10 @@ def group_folds(entity: NDArray[np.int64], weight: Array) -> NDArray[np.intp]:
     """
     groups, position = np.unique(entity[weight > 0], return_inverse=True)
     if len(groups) < NUM_FOLDS:
-        raise DataError(f"{len(groups)} entities cannot be dealt to {NUM_FOLDS} folds")
+        raise DataError(
+            f"{len(groups)} entities cannot be dealt to {NUM_FOLDS} folds",
+            remedy="a panel of more entities",
+        )
     sizes = np.bincount(position, weights=weight[weight > 0]).astype(np.intp)
     descending = np.argsort(sizes, kind="stable")[::-1]
     load = np.zeros(NUM_FOLDS)
@@ -220,7 +223,8 @@ def deal_folds(rows: PublishedRows, weight: Array) -> NDArray[np.intp]:
     if min(sides) < MIN_SIDE:
         raise DataError(
             f"{int(sides[0])} rows up to the split date and {int(sides[1])} after it; protocol "
-            f"{PROTOCOL} needs {MIN_SIDE} on either side"
+            f"{PROTOCOL} needs {MIN_SIDE} on either side",
+            remedy="another split_date, or a panel of more rows",
         )
     return group_folds(rows.entity, weight)
 

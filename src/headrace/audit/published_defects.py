@@ -238,7 +238,8 @@ class PublishedOptions:
         if min(self.num_draws, self.num_shifts) < 0:
             raise ConfigError(
                 f"published: {self.num_draws} draws and {self.num_shifts} shifts; neither may be "
-                "negative"
+                "negative",
+                remedy="0 leaves them out",
             )
 
 

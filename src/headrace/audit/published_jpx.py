@@ -106,7 +106,10 @@ def published_panel(
     features = published_features(log_close, prices.volume[targeted], first)
     usable = np.isfinite(features).all(axis=1)
     if not usable.any():
-        raise DataError(f"{name}: no row has a target and 30 rows of prices before it")
+        raise DataError(
+            f"{name}: no row has a target and 30 rows of prices before it",
+            remedy="a file of more sessions",
+        )
     code = prices.code[targeted][usable]
     entities, first_seen, counts = np.unique(code, return_index=True, return_counts=True)
     # By descending number of rows; of equal numbers the one seen first.

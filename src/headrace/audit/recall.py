@@ -52,13 +52,21 @@ class RecallAnswers:
     def __post_init__(self) -> None:
         """Refuse what cannot be scored."""
         if not len(self.date) == len(self.stated) == len(self.true):
-            raise DataError("recall answers: dates, stated and true differ in length")
+            raise DataError(
+                "recall answers: dates, stated and true differ in length",
+                remedy="give one of each a row",
+            )
         if (np.diff(self.date) <= np.timedelta64(0)).any():
-            raise DataError("recall answers: dates are not ascending and unique")
+            raise DataError(
+                "recall answers: dates are not ascending and unique",
+                remedy="sort the answers by date, one a date",
+            )
         bad = ~(np.isfinite(self.stated) & np.isfinite(self.true))
         if bad.any():
             row = int(np.argmax(bad))
-            raise DataError(f"recall answers: row {row} is missing or infinite")
+            raise DataError(
+                f"recall answers: row {row} is missing or infinite", remedy="leave that row out"
+            )
 
 
 def read_answers(path: Path) -> RecallAnswers:

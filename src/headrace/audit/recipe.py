@@ -79,16 +79,23 @@ def _load(path: Path) -> dict[str, Any]:
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ConfigError(f"no recipe at {path}") from error
+        raise ConfigError(f"no recipe at {path}", remedy="check the path") from error
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read as a recipe: {error.strerror}") from error
+        raise ConfigError(
+            f"{path} cannot be read as a recipe: {error.strerror}",
+            remedy="give a YAML file that can be read",
+        ) from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text, so it is no recipe") from error
+        raise ConfigError(
+            f"{path} is not UTF-8 text, so it is no recipe", remedy="save it as UTF-8"
+        ) from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from error
+        raise ConfigError(f"{path} is not YAML: {error}", remedy="correct that line") from error
     recipe = mapping(data, str(path), _TOP)
     if "panel" not in recipe:
-        raise ConfigError(f"{path} has no panel")
+        raise ConfigError(
+            f"{path} has no panel", remedy="docs/audit.md shows a recipe with its keys"
+        )
     return recipe
 
 
@@ -105,13 +112,18 @@ def panel_from_recipe(path: Path) -> tuple[Panel, PublishedFacts | None]:
 def _panel(value: Any, where: str) -> tuple[Panel, PublishedFacts | None]:
     options = mapping(value, where, _PANEL)
     if "path" not in options:
-        raise ConfigError(f"{where} has no path")
+        raise ConfigError(
+            f"{where} has no path", remedy="docs/audit.md shows a recipe with its keys"
+        )
     path = Path(str(options["path"]))
     kind = options.get("type", "generic")
     if kind == "generic":
         return read_panel(path), None
     if kind != "jpx":
-        raise ConfigError(f"{where}: type {kind!r} is neither generic nor jpx")
+        raise ConfigError(
+            f"{where}: type {kind!r} is neither generic nor jpx",
+            remedy="type: generic, or type: jpx",
+        )
     if "synthetic" in options and not path.exists():
         config = settings(SyntheticJpxConfig, options["synthetic"], f"{where}.synthetic")
         write_synthetic_jpx(path, config)
@@ -124,7 +136,10 @@ def _panel(value: Any, where: str) -> tuple[Panel, PublishedFacts | None]:
     if sample == "vessl-2026":
         return published_panel(prices, **sizes)
     if sample != "point_in_time":
-        raise ConfigError(f"{where}: sample {sample!r} is none of {', '.join(_SAMPLES)}")
+        raise ConfigError(
+            f"{where}: sample {sample!r} is none of {', '.join(_SAMPLES)}",
+            remedy=f"sample: {_SAMPLES[-1]}, or leave it out",
+        )
     if "seed" in options:
         sizes["seed"] = whole(options["seed"], f"{where}.seed")
     return jpx_panel(prices, **sizes), None
@@ -140,7 +155,9 @@ def request_from_recipe(path: Path) -> AuditRequest:
     recipe = _load(path)
     models = recipe.get("models") or []
     if not models:
-        raise ConfigError(f"{path} names no models")
+        raise ConfigError(
+            f"{path} names no models", remedy="docs/audit.md shows a recipe with its keys"
+        )
     for kind in ("models", "twins"):
         if not isinstance(recipe.get(kind) or [], list):
             raise ConfigError(
@@ -156,7 +173,10 @@ def request_from_recipe(path: Path) -> AuditRequest:
     for k, entry in enumerate(models):
         name = str(entry["name"])
         if name in embeddings:
-            raise ConfigError(f"{path}: models[{k}]: {name!r} is named twice")
+            raise ConfigError(
+                f"{path}: models[{k}]: {name!r} is named twice",
+                remedy="give each model a name of its own",
+            )
         if "cutoff" in entry:
             cutoffs[name] = str(entry["cutoff"])
         where = f"{path}: models[{k}].synthetic"
@@ -207,9 +227,14 @@ def _pairs(value: Any, where: str) -> tuple[tuple[str, str], ...]:
 def _check_entry(entry: Any, where: str) -> None:
     mapping(entry, where, _MODEL)
     if "name" not in entry:
-        raise ConfigError(f"{where} has no name")
+        raise ConfigError(
+            f"{where} has no name", remedy="docs/audit.md shows a recipe with its keys"
+        )
     if ("embeddings" in entry) == ("synthetic" in entry):
-        raise ConfigError(f"{where}: give embeddings (a file) or synthetic, one of the two")
+        raise ConfigError(
+            f"{where}: give embeddings (a file) or synthetic, one of the two",
+            remedy="docs/audit.md shows a recipe with its keys",
+        )
     if "embeddings" in entry and not Path(str(entry["embeddings"])).is_file():
         raise ConfigError(
             f"{where}: no file at {entry['embeddings']}",
@@ -224,7 +249,10 @@ def _source(entry: dict[str, Any], panel: Panel, cutoff: str | None, where: str)
     knowledge = []
     if model.leak:
         if cutoff is None:
-            raise ConfigError(f"{where}: a leak needs a cutoff to end at")
+            raise ConfigError(
+                f"{where}: a leak needs a cutoff to end at",
+                remedy="give the model a cutoff, or leave leak out",
+            )
         last = parse_date(cutoff, f"{where}: cutoff")
         knowledge += knowledge_of_panel(panel, share=model.leak, channels=CHANNELS, cutoff=last)
     if model.skill:

@@ -27,13 +27,19 @@ def mapping(value: Any, where: str, known: Iterable[str]) -> dict[str, Any]:
         ConfigError: it is none, or a key is unknown; the nearest known one is named.
     """
     if not isinstance(value, dict):
-        raise ConfigError(f"{where} is {type(value).__name__}, not a mapping of keys")
+        raise ConfigError(
+            f"{where} is {type(value).__name__}, not a mapping of keys",
+            remedy="docs/audit.md shows a recipe with its keys",
+        )
     names = list(known)
     for key in value:
         if key not in names:
             near = difflib.get_close_matches(str(key), names, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"it has: {', '.join(names)}"
-            raise ConfigError(f"{where} has no key {key!r}; {hint}")
+            raise ConfigError(
+                f"{where} has no key {key!r}; {hint}",
+                remedy="docs/audit.md shows a recipe with its keys",
+            )
     return value
 
 
@@ -56,7 +62,9 @@ def whole(value: Any, where: str) -> int:
         ConfigError: it is none.
     """
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"{where} is {value!r}, which is no whole number")
+        raise ConfigError(
+            f"{where} is {value!r}, which is no whole number", remedy="write a number such as 10"
+        )
     return value
 
 
@@ -66,7 +74,9 @@ def _typed(kind: str, value: Any, where: str) -> Any:
     kind = kind.removesuffix(" | None")
     if kind.startswith("tuple["):
         if not isinstance(value, list):
-            raise ConfigError(f"{where} is {value!r}, which is no list")
+            raise ConfigError(
+                f"{where} is {value!r}, which is no list", remedy="write it as [a, b]"
+            )
         item = kind.removeprefix("tuple[").partition(",")[0]
         return tuple(_typed(item, v, f"{where}[{k}]") for k, v in enumerate(value))
     if kind == "int":
@@ -76,14 +86,18 @@ def _typed(kind: str, value: Any, where: str) -> Any:
         try:
             return float(str(value) if isinstance(value, bool) else value)
         except (TypeError, ValueError):
-            raise ConfigError(f"{where} is {value!r}, which is no number") from None
+            raise ConfigError(
+                f"{where} is {value!r}, which is no number", remedy="write a number such as 0.5"
+            ) from None
     if kind == "bool":
         if not isinstance(value, bool):
-            raise ConfigError(f"{where} is {value!r}, which is not true or false")
+            raise ConfigError(
+                f"{where} is {value!r}, which is not true or false", remedy="write true or false"
+            )
         return value
     assert kind == "str", f"{where}: a field of type {kind} is not read from recipes"
     if isinstance(value, date):
         return value.isoformat()
     if not isinstance(value, str):
-        raise ConfigError(f"{where} is {value!r}, which is no text")
+        raise ConfigError(f"{where} is {value!r}, which is no text", remedy="write it in quotes")
     return value

@@ -343,7 +343,10 @@ class AuditResult:
         for record in self.models:
             if record.name == name:
                 return record
-        raise DataError(f"no model named {name!r} in this audit; it has: {self._names()}")
+        raise DataError(
+            f"no model named {name!r} in this audit; it has: {self._names()}",
+            remedy="one of these names",
+        )
 
     def _names(self) -> str:
         return ", ".join(record.name for record in self.models)

@@ -67,9 +67,12 @@ def model_pairs(options: Sequence[str], flag: str) -> tuple[tuple[str, str], ...
     for option in options:
         ((first, second),) = pairs([option], flag).items()
         if first == second:
-            raise ConfigError(f"{flag} {option!r} compares a model with itself")
+            raise ConfigError(
+                f"{flag} {option!r} compares a model with itself",
+                remedy="name two models: BASE=TRAINED",
+            )
         if (first, second) in found:
-            raise ConfigError(f"{flag} gives {option!r} twice")
+            raise ConfigError(f"{flag} gives {option!r} twice", remedy="give it once")
         found.append((first, second))
     return tuple(found)
 
@@ -84,9 +87,9 @@ def pairs(options: Sequence[str], flag: str) -> dict[str, str]:
     for option in options:
         name, separator, value = option.partition("=")
         if not separator or not name or not value:
-            raise ConfigError(f"{flag} {option!r} is not NAME=VALUE")
+            raise ConfigError(f"{flag} {option!r} is not NAME=VALUE", remedy=f"{flag} NAME=VALUE")
         if name in found:
-            raise ConfigError(f"{flag} gives {name!r} twice")
+            raise ConfigError(f"{flag} gives {name!r} twice", remedy="give each name once")
         found[name] = value
     return found
 
@@ -101,6 +104,9 @@ def file_sources(options: Sequence[str], flag: str) -> dict[str, EmbeddingSource
     for name, text in pairs(options, flag).items():
         path = Path(text)
         if not path.is_file():
-            raise ConfigError(f"{flag} {name}={text}: no such file")
+            raise ConfigError(
+                f"{flag} {name}={text}: no such file",
+                remedy="check the path; headrace embed makes such files",
+            )
         sources[name] = source_from_file(path)
     return sources

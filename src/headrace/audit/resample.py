@@ -89,7 +89,7 @@ def date_block_ratio(
         DataError: no rows.
     """
     if len(numerator) == 0:
-        raise DataError("no rows to average")
+        raise DataError("no rows to average", remedy="a panel with rows")
     first = int(session.min())
     num_blocks = max(1, (int(session.max()) - first + 1) // length)
     block = np.minimum((session - first) // length, num_blocks - 1)

@@ -239,7 +239,8 @@ def _check_known(given: Mapping[str, Any], sources: Mapping[str, Any], what: str
         if name not in sources:
             raise ConfigError(
                 f"{what} were given for {name!r}, which has no embeddings; models here: "
-                f"{', '.join(sources)}"
+                f"{', '.join(sources)}",
+                remedy="correct the name, or give its embeddings",
             )
 
 
@@ -280,17 +281,27 @@ def _check_names(
     known = f"models here: {', '.join(sources)}"
     for name, text in cutoffs.items():
         if name not in sources:
-            raise ConfigError(f"a cutoff was given for {name!r}, which has no embeddings; {known}")
+            raise ConfigError(
+                f"a cutoff was given for {name!r}, which has no embeddings; {known}",
+                remedy="correct the name, or give its embeddings",
+            )
         parse_date(text, f"cutoff of {name!r}")
     both = sorted(set(sources) & set(twins))
     if both:
-        raise ConfigError(f"{', '.join(both)}: both a model and a twin")
+        raise ConfigError(
+            f"{', '.join(both)}: both a model and a twin", remedy="give each name once"
+        )
     if reference is not None and reference not in sources:
-        raise ConfigError(f"reference {reference!r} has no embeddings; {known}")
+        raise ConfigError(
+            f"reference {reference!r} has no embeddings; {known}", remedy="name one of them"
+        )
     for pair in reductions:
         for name in pair:
             if name not in sources:
-                raise ConfigError(f"reduction {pair}: {name!r} has no embeddings; {known}")
+                raise ConfigError(
+                    f"reduction {pair}: {name!r} has no embeddings; {known}",
+                    remedy="name two of them",
+                )
 
 
 def _check_stacks(sources: Mapping[str, EmbeddingSource], config: AuditConfig) -> bool:

@@ -66,13 +66,17 @@ class LabelTimes:
         """
         if not len(date) == len(label_start) == len(label_end):
             raise DataError(
-                f"{len(date)} dates, {len(label_start)} label starts, {len(label_end)} label ends"
+                f"{len(date)} dates, {len(label_start)} label starts, {len(label_end)} label ends",
+                remedy="give one of each a row",
             )
         if len(date) == 0:
-            raise DataError("no rows to split")
+            raise DataError("no rows to split", remedy="a panel with rows")
         if (label_end < label_start).any():
             row = int(np.argmax(label_end < label_start))
-            raise DataError(f"row {row}: its label ends before it starts")
+            raise DataError(
+                f"row {row}: its label ends before it starts",
+                remedy="correct label_start and label_end",
+            )
         self.sessions, position = np.unique(date, return_inverse=True)
         self.session: NDArray[np.intp] = position
         self.begin = np.minimum(date, label_start)
@@ -200,9 +204,12 @@ def date_blocks(num_sessions: int, num_blocks: int) -> NDArray[np.intp]:
         DataError: fewer sessions than blocks.
     """
     if num_blocks < 2:
-        raise ConfigError(f"{num_blocks} blocks: at least 2 are needed")
+        raise ConfigError(f"{num_blocks} blocks: at least 2 are needed", remedy="2 or more")
     if num_sessions < num_blocks:
-        raise DataError(f"{num_sessions} dates cannot be cut into {num_blocks} blocks")
+        raise DataError(
+            f"{num_sessions} dates cannot be cut into {num_blocks} blocks",
+            remedy="fewer blocks, or a panel of more dates",
+        )
     sizes = np.full(num_blocks, num_sessions // num_blocks)
     sizes[: num_sessions % num_blocks] += 1
     return np.repeat(np.arange(num_blocks), sizes)
@@ -291,7 +298,8 @@ class CombinatorialPurged(_Splitter):
         if not 0 < self.num_test_blocks < self.num_blocks:
             raise ConfigError(
                 f"{self.num_test_blocks} test blocks of {self.num_blocks}: give at least 1 and "
-                "fewer than there are"
+                "fewer than there are",
+                remedy="2 of 10 is usual",
             )
         for chosen in itertools.combinations(range(self.num_blocks), self.num_test_blocks):
             tested = np.isin(block, chosen)
@@ -338,7 +346,10 @@ class EntityKFold(_Splitter):
         del y
         self._check(X)
         if groups is None:
-            raise ConfigError("EntityKFold needs the rows' entities as groups")
+            raise ConfigError(
+                "EntityKFold needs the rows' entities as groups",
+                remedy="split(X, y, groups=entities)",
+            )
         num_entities = len(np.unique(groups))
         if num_entities < self.num_splits:
             raise DataError(

@@ -66,7 +66,10 @@ def hash_weight_files(folder: Path) -> str:
     """
     files = sorted([*folder.glob("*.safetensors"), *folder.glob("*.gguf")])
     if not files:
-        raise DataError(f"{folder} holds no .safetensors and no .gguf file")
+        raise DataError(
+            f"{folder} holds no .safetensors and no .gguf file",
+            remedy="give a model folder with its weights",
+        )
     digest = hashlib.sha256()
     for path in [*files, *folder.glob("config.json")]:
         digest.update(path.name.encode())

@@ -78,10 +78,14 @@ class SyntheticConfig:
         """Refuse what cannot be simulated."""
         planted = self.skill + self.leak
         if planted >= min(self.common_share, 1.0 - self.common_share):
-            raise ConfigError(f"a channel cannot hold a planted share of {planted}")
+            raise ConfigError(
+                f"a channel cannot hold a planted share of {planted}",
+                remedy="lower skill or leak: together below common_share, and below 1 less it",
+            )
         if self.rows_per_entity > self.num_sessions:
             raise ConfigError(
-                f"{self.rows_per_entity} rows an entity of {self.num_sessions} sessions"
+                f"{self.rows_per_entity} rows an entity of {self.num_sessions} sessions",
+                remedy="at most one row a session",
             )
 
 

@@ -54,7 +54,9 @@ def _date_encoding(
 ) -> Array:
     """``(T, H)`` of what a network sees of a date."""
     if network not in {"digits", "calendar"}:
-        raise ConfigError(f"network {network!r} is neither digits nor calendar")
+        raise ConfigError(
+            f"network {network!r} is neither digits nor calendar", remedy="one of them"
+        )
     if network == "calendar":
         day = np.arange(len(dates))[:, None]
         scales = np.exp(rng.uniform(np.log(10), np.log(600), _H))

@@ -57,9 +57,15 @@ class SyntheticJpxConfig:
     def __post_init__(self) -> None:
         """Refuse what cannot be simulated."""
         if self.num_delisted + self.num_listed_late >= self.num_securities:
-            raise ConfigError("more securities are delisted or late than there are")
+            raise ConfigError(
+                "more securities are delisted or late than there are",
+                remedy="lower num_delisted or num_listed_late",
+            )
         if self.num_sessions < 60:
-            raise ConfigError(f"{self.num_sessions} sessions: at least 60 are needed")
+            raise ConfigError(
+                f"{self.num_sessions} sessions: at least 60 are needed",
+                remedy="num_sessions: 60 or more",
+            )
 
 
 def synthetic_jpx(config: SyntheticJpxConfig) -> pl.DataFrame:

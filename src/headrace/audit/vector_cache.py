@@ -107,7 +107,9 @@ def read_key(path: Path) -> dict[str, Any]:
     try:
         key: dict[str, Any] = json.loads((pq.read_schema(path).metadata or {})[_META])
     except FileNotFoundError as error:
-        raise DataError(f"no vectors at {path}") from error
+        raise DataError(
+            f"no vectors at {path}", remedy="check the path; headrace embed makes such files"
+        ) from error
     except (pa.ArrowException, KeyError, ValueError) as error:
         raise DataError(
             f"{path} was not written by headrace embed: it does not say what made its vectors",
