@@ -1,5 +1,7 @@
 """The self-test finds what it is there to find, says where, and remembers only what it should."""
 
+import functools
+import inspect
 import json
 import sys
 
@@ -81,6 +83,22 @@ def test_gradient_that_only_a_compiled_layer_loses_is_refused(monkeypatch):
     assert verdict.verdict == "refused"
     assert "input_layernorm.weight differs from plain autograd" in verdict.reason
     assert "compile: True" in verdict.reason
+
+
+def test_reference_calls_no_package_that_transformers_prefers(monkeypatch):
+    """With flash-linear-attention installed, transformers' functions are kernels for CUDA alone."""
+    spec = ModelSpec.from_config(AutoConfig.for_model("qwen3_5_text"))
+    module = sys.modules[type(spec.model).__module__]
+    for name in ("torch_chunk_gated_delta_rule", "causal_conv1d_fn"):
+        if hasattr(module, name):
+
+            @functools.wraps(inspect.unwrap(getattr(module, name)))
+            def foreign(*_args, **_kwargs):
+                raise RuntimeError("takes CUDA tensors alone")
+
+            monkeypatch.setattr(module, name, foreign)
+    verdict = run_selftest(spec.config, use_cache=False)
+    assert verdict.verdict == "ok", verdict.reason
 
 
 def test_packed_documents_that_see_each_other_are_refused(monkeypatch):

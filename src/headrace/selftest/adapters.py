@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from headrace.models import families
 from headrace.models.spec import ModelSpec
 from headrace.selftest.checks import (
     CheckFailedError,
@@ -89,6 +90,7 @@ def _check_merged(spec: ModelSpec, state: ModelState, model: nn.Module) -> None:
         alone = AutoModelForCausalLM.from_pretrained(
             out, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
         ).train()
+        families.restore(alone)
         (batch,) = make_batches(1, vocab_size=spec.vocab_size, seed=5)
         for ids_1T, _ in documents(batch):
             wanted, got = logits_of(model, ids_1T), logits_of(alone, ids_1T)

@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from headrace.engine import Engine, EngineConfig
 from headrace.errors import HeadraceError
+from headrace.models import families
 from headrace.models.slices import most_slices
 from headrace.models.spec import ModelSpec
 from headrace.selftest.reference import (
@@ -272,6 +273,7 @@ def reload_error(spec: ModelSpec, state: ModelState, model: nn.Module) -> float:
             output_loading_info=True,
         )
         again.train()
+        families.restore(again)
         for parameter in again.parameters():
             # Out of the file's mapping: matmuls round differently on memory aligned differently.
             parameter.data = parameter.data.clone()

@@ -18,6 +18,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812 - its name everywhere
 
 from headrace.batch import IGNORE_INDEX
+from headrace.models import families
 from headrace.models.adapters import plain_name
 from headrace.models.anatomy import accepted
 from headrace.store.adapter_files import write_adapter
@@ -51,6 +52,7 @@ def reference_model(spec: ModelSpec, state: ModelState) -> nn.Module:
     assert not set(missing) - {f"{spec.parts.head_path}.weight"}, missing
     model.tie_weights()
     model.train()
+    families.restore(model)
     found: nn.Module = model
     return found
 

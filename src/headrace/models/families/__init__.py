@@ -19,3 +19,8 @@ def prepare(model: nn.Module, device: torch.device) -> None:
 def adapt(model: nn.Module) -> None:
     """Give the mixers of a model, in place, what packed documents need of them."""
     gated_delta.adapt(model)
+
+
+def restore(model: nn.Module) -> None:
+    """Let a model of transformers' own call its torch functions, no other package's, in place."""
+    gated_delta.restore(model)

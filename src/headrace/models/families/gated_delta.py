@@ -38,22 +38,38 @@ _RULE, _CONV = "torch_chunk_gated_delta_rule", "causal_conv1d_fn"
 def adapt(model: nn.Module) -> None:
     """Let every gated DeltaNet and short convolution of ``model`` call this module's functions."""
     for module, uses_rule in _mixers(model):
-        forward = inspect.unwrap(type(module).forward)
-        scope = forward.__globals__ | {_CONV: causal_conv}
-        if uses_rule:
-            scope[_RULE] = chunk_gated_delta_rule
-        # The compiler takes globals that have a module's name for the module's own, and guards on
-        # what it finds there.
-        del scope["__name__"]
-        own = types.FunctionType(
-            forward.__code__,
-            scope,
-            forward.__name__,
-            forward.__defaults__,
-            forward.__closure__,
+        _rebind(
+            module, {_CONV: causal_conv} | ({_RULE: chunk_gated_delta_rule} if uses_rule else {})
         )
-        own.__kwdefaults__ = forward.__kwdefaults__
-        module.forward = types.MethodType(own, module)
+
+
+def restore(model: nn.Module) -> None:
+    """Let them call transformers' own torch functions, as where no other package is installed.
+
+    transformers prefers a package's kernels that take no tensors of a CPU, and that may be wrong.
+    """
+    for module, uses_rule in _mixers(model):
+        names = (_CONV, _RULE) if uses_rule else (_CONV,)
+        scope = inspect.unwrap(type(module).forward).__globals__
+        _rebind(module, {name: inspect.unwrap(scope[name]) for name in names})
+
+
+def _rebind(module: nn.Module, functions: dict[str, Any]) -> None:
+    """Let the forward of ``module`` call ``functions`` by these global names."""
+    forward = inspect.unwrap(type(module).forward)
+    scope = forward.__globals__ | functions
+    # The compiler takes globals that have a module's name for the module's own, and guards on
+    # what it finds there.
+    del scope["__name__"]
+    own = types.FunctionType(
+        forward.__code__,
+        scope,
+        forward.__name__,
+        forward.__defaults__,
+        forward.__closure__,
+    )
+    own.__kwdefaults__ = forward.__kwdefaults__
+    module.forward = types.MethodType(own, module)
 
 
 def prepare(model: nn.Module, device: torch.device) -> None:
