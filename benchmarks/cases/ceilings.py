@@ -58,7 +58,7 @@ def product_rate(timed: Timer, device: torch.device, m: int, k: int, n: int) -> 
     return flops / timed.mean(lambda: torch.mm(a, b, out=out), repeats)
 
 
-def sustained_rate(timed: Timer, device: torch.device, size: int, seconds: float = 4.0) -> float:
+def sustained_rate(timed: Timer, device: torch.device, size: int, seconds: float = 4.5) -> float:
     """FLOPs a second of the same product, many at a time, over ``seconds``; see ``Timer.rate``."""
     import torch
 
