@@ -2,11 +2,14 @@
 
 import numpy as np
 import pytest
+from transformers import AutoConfig
 
 from families import family_config
 from headrace.models.flops import (
+    expert_counts,
     flops_per_token,
     forward_flops_per_token,
+    head_sizes,
     matmul_parameters,
     step_flops,
 )
@@ -43,6 +46,32 @@ def test_experts_count_by_the_share_that_a_token_uses():
     unused = experts * (1 - config.num_experts_per_tok / config.num_experts)
     head = config.vocab_size * config.hidden_size
     assert matmul_parameters(spec) == pytest.approx(whole - unused + head)
+
+
+def test_experts_are_counted_under_the_names_of_every_class():
+    config = AutoConfig.for_model(
+        "aria_text", vocab_size=64, hidden_size=32, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, moe_num_experts=8, moe_topk=2,
+        pad_token_id=0,
+    )  # fmt: skip
+    assert expert_counts(config) == (8, 2)
+    spec = ModelSpec.from_config(config)
+    numel = {param.local_name: param.numel for param in spec.units[1].params}
+    routed = sum(size for name, size in numel.items() if ".experts." in name)
+    assert routed > 0
+    layer = sum(p.numel for p in spec.units[1].params if len(p.shape) > 1) - routed * 3 / 4
+    assert matmul_parameters(spec) == 2 * layer + 64 * 32
+
+
+def test_latent_attention_counts_whole_queries_and_values():
+    config = family_config("DeepSeek-V3")
+    scores = config.qk_nope_head_dim + config.qk_rope_head_dim
+    spec = ModelSpec.from_config(config)
+    assert head_sizes(spec) == (scores, config.v_head_dim)
+    assert config.head_dim != scores  # the rotary part alone
+    # Forward: 2 FLOPs a multiply-add, half of the square.
+    wanted = config.num_attention_heads * (scores + config.v_head_dim) * 20 * spec.num_layers
+    assert forward_flops_per_token(spec, 20)[1] == wanted
 
 
 def test_layers_below_what_is_trained_go_forward_only():

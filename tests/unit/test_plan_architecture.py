@@ -165,14 +165,14 @@ def test_size_stated_by_a_name(name, size):
     assert size_in_name(name) == size
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mixtral", "deepseek_v3"])
 def test_plan_and_engine_count_the_same_work_and_state(family):
     transformers = pytest.importorskip("transformers")
     config_class = type(transformers.AutoConfig.for_model(family))
     config = config_class(**sizes(family), tie_word_embeddings=True)
     spec, planned = ModelSpec(config), read_architecture(config.to_dict())
     assert spec.num_parameters == planned.num_parameters
-    assert flops_per_token(spec, 128) == planned.flops_per_token(128)
+    assert flops_per_token(spec, 128) == pytest.approx(planned.flops_per_token(128))
     largest = max(unit.num_parameters for unit in spec.units[1:-1])
     assert largest == planned.largest_layer
 

@@ -57,7 +57,7 @@ class Embedder:
 
 
 def _tokenizer(model: str) -> Any:
-    from transformers import AutoTokenizer
+    from headrace.data.hf_tokenizer import read_tokenizer
 
     folder = Path(model)
     if folder.is_absolute() or model.startswith(".") or folder.is_dir():  # no name on a hub
@@ -67,10 +67,7 @@ def _tokenizer(model: str) -> Any:
                 f"no model at {model!r}: it holds neither {' nor '.join(files)}",
                 remedy="give the folder that headrace export or save_pretrained wrote",
             )
-    try:
-        return AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        raise _absent("tokenizer", model, error) from error
+    return read_tokenizer(model, remedy="put the model's tokenizer files into its folder")
 
 
 def _absent(what: str, model: str, error: Exception) -> ConfigError:

@@ -66,6 +66,14 @@ def text_config(config: Any) -> Any:
     return copy.deepcopy(text)
 
 
+def value_of(config: Any, name: str) -> Any:
+    """A value of a configuration, or ``None`` where it has none or one for each layer."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # transformers refuses to give one of several
+        return None
+
+
 def build_model(
     config: Any,
     *,
@@ -98,14 +106,9 @@ def build_model(
                 "transformers' attention interface, so headrace cannot give it one"
             ) from error
         raise ModelRefusedError(_cannot_build(config, error)) from error
-    except (
-        ValueError,
-        TypeError,
-        AttributeError,
-        RuntimeError,
-        ImportError,
-        RecursionError,
-    ) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # whatever a model's own code raises
         raise ModelRefusedError(_cannot_build(config, error)) from error
     families.adapt(model)
     return model.train()
@@ -114,7 +117,7 @@ def build_model(
 def _cannot_build(config: Any, error: BaseException) -> str:
     return (
         f"transformers cannot build a causal LM from a {getattr(config, 'model_type', '?')!r} "
-        f"configuration: {first_line(error)}"
+        f"configuration: {type(error).__name__}: {first_line(error)}"
     )
 
 

@@ -10,10 +10,13 @@ counted, nor the recurrent state of linear attention.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from headrace.models.building import value_of
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -22,7 +25,9 @@ if TYPE_CHECKING:
     from headrace.store.layout import ParamSpec
 
 _EXPERT = re.compile(r"\.experts\.")
-_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+# By transformers' names; most classes map theirs to these.
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 
 
 def matmul_parameters(spec: ModelSpec) -> int:
@@ -58,6 +63,34 @@ def forward_flops_per_token(spec: ModelSpec, sequence_length: int) -> tuple[floa
     return 2.0 * (matmul_parameters(spec) - _head(spec)), attention / sequence_length
 
 
+def head_sizes(spec: ModelSpec) -> tuple[int, int]:
+    """Elements of a head's queries and keys, and of its values; latent attention's differ.
+
+    There ``head_dim`` is that of the rotary part alone (DeepSeek-V3, arXiv:2412.19437, 2.1.1).
+    """
+    config = spec.config
+    size = getattr(config, "head_dim", None) or spec.hidden_size // config.num_attention_heads
+    # A key that the class does not have is kept by transformers, and means nothing.
+    known = {field.name for field in dataclasses.fields(config)}
+    own = {
+        name: int(getattr(config, name) or size) if name in known else None
+        for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    }
+    nope, rope, values = own.values()
+    scores = size if nope is None or rope is None else nope + rope
+    return int(scores), int(size if values is None else values)
+
+
+def expert_counts(config: Any) -> tuple[int | None, int | None]:
+    """Routed experts of a layer, and how many of them a token goes to, by a configuration."""
+    found = (
+        next((n for name in names if isinstance(n := value_of(config, name), int)), None)
+        for names in (_NUM_EXPERTS, _CHOSEN)
+    )
+    num_experts, chosen = found
+    return num_experts, chosen
+
+
 def _matrices(spec: ModelSpec) -> list[tuple[int, ParamSpec]]:
     """Those of the layers, each with the index of its layer."""
     return [
@@ -75,16 +108,14 @@ def _head(spec: ModelSpec) -> int:
 def _used(spec: ModelSpec, param: ParamSpec) -> float:
     if not _EXPERT.search(param.name):
         return param.numel
-    found = [getattr(spec.config, name, None) for name in _NUM_EXPERTS]
-    num_experts = next((count for count in found if count), None)
-    chosen = getattr(spec.config, "num_experts_per_tok", None)
+    num_experts, chosen = expert_counts(spec.config)
     return param.numel * chosen / num_experts if num_experts and chosen else param.numel
 
 
 def _attention_flops(spec: ModelSpec, lengths: npt.NDArray[np.integer[Any]]) -> list[float]:
     """Of each layer, forward and backward."""
     config = spec.config
-    head_size = getattr(config, "head_dim", None) or spec.hidden_size // config.num_attention_heads
+    scores, values = head_sizes(spec)
     window = getattr(config, "sliding_window", None)
     if getattr(config, "use_sliding_window", True) is False:
         window = None
@@ -98,5 +129,6 @@ def _attention_flops(spec: ModelSpec, lengths: npt.NDArray[np.integer[Any]]) -> 
         # A band of the window's width: twice its area, for the convention halves the square.
         "sliding_attention": float((2 * full * seen - seen**2).sum()),
     }
-    one = 6.0 * float(config.num_attention_heads * head_size)
+    # 6 n_h (d_qk + d_v) / 2 a pair: scores and values are a product each.
+    one = 3.0 * float(config.num_attention_heads * (scores + values))
     return [one * squares.get(kind, 0.0) for kind in kinds]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
+from headrace.models.flops import expert_counts, head_sizes
 from headrace.models.left_out import left_out
 
 if TYPE_CHECKING:
@@ -19,9 +20,7 @@ def kept_elements_per_token(spec: ModelSpec, layer: UnitLayout) -> int:
     Experts save for as many as a token uses.
     """
     outputs = sum(_outputs(spec, layer, p) for p in layer.params if len(p.shape) >= 2)
-    config = spec.config
-    head_size = getattr(config, "head_dim", None) or spec.hidden_size // config.num_attention_heads
-    return outputs + int(config.num_attention_heads * head_size)
+    return outputs + int(spec.config.num_attention_heads) * head_sizes(spec)[1]
 
 
 def _outputs(spec: ModelSpec, layer: UnitLayout, param: ParamSpec) -> int:
@@ -39,7 +38,7 @@ def _outputs(spec: ModelSpec, layer: UnitLayout, param: ParamSpec) -> int:
 
 def chosen_experts(spec: ModelSpec) -> int:
     """Experts that a token uses."""
-    return int(getattr(spec.config, "num_experts_per_tok", None) or 1)
+    return expert_counts(spec.config)[1] or 1
 
 
 @functools.lru_cache(maxsize=4)  # a search asks for one model thousands of times

@@ -24,6 +24,7 @@ from headrace.kernels import device as device_kernels
 from headrace.kernels.coefficients import coefficients
 from headrace.kernels.headroom import Headroom
 from headrace.models.attention import attention, pinned_backend
+from headrace.models.flops import head_sizes
 from headrace.policy.steptime import Rates
 from headrace.policy.timing import Copies, Timer
 from headrace.store.arena import Arena
@@ -171,11 +172,11 @@ def _attention_rate(spec: ModelSpec, rows: int, length: int, timer: Timer, secon
     config = spec.config
     heads = int(config.num_attention_heads)
     shared = int(getattr(config, "num_key_value_heads", None) or heads)
-    size = int(getattr(config, "head_dim", None) or spec.hidden_size // heads)
+    scores, values = head_sizes(spec)
     inputs = [
         torch.randn(rows, n, length, size, device=timer.device, dtype=timer.dtype)
         .requires_grad_()
-        for n in (heads, shared, shared)
+        for n, size in ((heads, scores), (shared, scores), (shared, values))
     ]  # fmt: skip
     query, key, value = inputs
     caller = _Caller()
@@ -187,7 +188,7 @@ def _attention_rate(spec: ModelSpec, rows: int, length: int, timer: Timer, secon
 
     with pinned_backend(deterministic=False):
         # As models.flops counts: half of the full square.
-        return 6.0 * heads * size * length**2 * rows * timer.rate(work, seconds)
+        return 3.0 * heads * (scores + values) * length**2 * rows * timer.rate(work, seconds)
 
 
 class _HostUpdate:

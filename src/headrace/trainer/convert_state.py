@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headrace.errors import CheckpointError
+from headrace.data.hf_tokenizer import read_tokenizer
+from headrace.errors import CheckpointError, ConfigError
 from headrace.models.building import load_config
 from headrace.models.spec import ModelSpec
 from headrace.store.checkpoint import write_checkpoint
@@ -173,9 +174,7 @@ def _moments(found: ShardedSource, spec: ModelSpec) -> dict[str, Mapping[str, Pl
 
 
 def _tokenizer(folder: Path) -> Any:
-    from transformers import AutoTokenizer  # noqa: PLC0415 - seconds; refusals first
-
     try:
-        return AutoTokenizer.from_pretrained(str(folder))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return read_tokenizer(folder, remedy="")
+    except ConfigError:
         return None  # a folder with the model's configuration alone

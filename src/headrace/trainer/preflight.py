@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headrace.data.files import resolve_files
+from headrace.data.hf_tokenizer import read_tokenizer
 from headrace.data.templates import resolve_template
 from headrace.errors import CapacityError, ConfigError
 from headrace.models.building import load_config
@@ -129,8 +130,6 @@ def load_tokenizer(config: TrainConfig) -> Any:
         ConfigError: a dataset holds text and there is no tokenizer, or ``eos_token`` is not a
             token of it.
     """
-    from transformers import AutoTokenizer  # noqa: PLC0415 - seconds; configuration errors first
-
     needed = any(s.type != "tokens" for s in (*config.datasets, *config.eval_datasets))
     name = config.tokenizer_name_or_path or config.model_name_or_path
     if name is None and isinstance(config.scratch_config, str):
@@ -150,16 +149,17 @@ def load_tokenizer(config: TrainConfig) -> Any:
     if config.tokenizer_name_or_path is None and (gguf := _gguf_file(config, folder)):
         folder, options["gguf_file"] = gguf.parent, gguf.name
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(folder.parent if folder.suffix == ".json" else folder), **options
+        tokenizer = read_tokenizer(
+            folder.parent if folder.suffix == ".json" else folder,
+            remedy="name one with tokenizer_name_or_path:",
+            **options,
         )
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except ConfigError:
         if not needed and config.tokenizer_name_or_path is None:
             return None
-        raise ConfigError(
-            f"no tokenizer in {folder}: {_first_line(error)}",
-            remedy="name one with tokenizer_name_or_path:",
-        ) from error
+        if config.tokenizer_name_or_path is None and "gguf_file" not in options:
+            load_config(str(folder), trust_remote_code=config.trust_remote_code)  # or is it that?
+        raise
     given = dict(config.special_tokens)
     if config.eos_token is not None:
         given["eos_token"] = config.eos_token
@@ -184,11 +184,6 @@ def _gguf_file(config: TrainConfig, folder: Path) -> Path | None:
     if folder.suffix == ".gguf":
         return folder
     return folder / config.gguf_file if config.gguf_file else None
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else repr(error)
 
 
 def load_model_config(config: TrainConfig, tokenizer: Any) -> Any:

@@ -2,11 +2,12 @@
 
 import json
 import os
+import shutil
 from types import SimpleNamespace
 
 import pytest
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, ModelRefusedError
 from headrace.models.spec import ModelSpec
 from headrace.trainer import model_checks, preflight
 from headrace.trainer.config import resolve
@@ -34,7 +35,10 @@ BAD_SIZES = [
     ({"intermediate_size": 0}, "intermediate_size is 0"),
     ({"vocab_size": 0}, "vocab_size is 0"),
     ({"num_key_value_heads": 3}, "do not divide"),
+    ({"rms_norm_eps": float("nan")}, "rms_norm_eps is no number"),
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": float("nan")}}, "rope_theta is no"),
 ]
+MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 4}
 
 
 def load(model_config, **changes):
@@ -51,6 +55,70 @@ def test_an_impossible_model_config_is_refused_by_key(tmp_path, change, message)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | change))
     with pytest.raises(ConfigError, match=message):
         load(str(tmp_path))
+
+
+@pytest.mark.parametrize("chosen", [0, 5])
+def test_tokens_cannot_go_to_more_experts_than_there_are(chosen):
+    with pytest.raises(ConfigError, match=f"each token to {chosen} of 4 experts"):
+        load(MIXTRAL | {"num_experts_per_tok": chosen})
+    load(MIXTRAL | {"num_experts_per_tok": 4})
+
+
+def test_sizes_that_differ_between_layers_are_no_error_of_the_configuration():
+    load({"model_type": "gemma4_text"})  # has a head_dim for each layer; whether it trains is next
+
+
+def test_a_model_that_cannot_be_built_says_what_was_raised():
+    config, _ = load(LLAMA | {"hidden_act": "relv"})
+    with pytest.raises(ModelRefusedError, match="KeyError: 'relv'"):
+        ModelSpec.from_config(config)
+
+
+def test_a_token_that_pads_outside_the_vocabulary_is_refused_with_its_reason():
+    config, _ = load(LLAMA | {"pad_token_id": 64})
+    with pytest.raises(ModelRefusedError, match=r"cannot build .* Padding_idx"):
+        ModelSpec.from_config(config)
+
+
+def _tokenizer_of(folder, **changes):
+    raw = {"model_name_or_path": str(folder), "datasets": [{"path": "a"}], "output_dir": "out"}
+    config, _ = resolve(raw | changes)
+    return preflight.load_tokenizer(config)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma", "gemma3_text", "cohere", "gpt2"])
+def test_a_model_without_its_tokenizer_files_is_not_trained_on_special_tokens(tmp_path, family):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    with pytest.raises(ConfigError, match=r"no tokenizer in .* none of text") as caught:
+        _tokenizer_of(tmp_path)
+    assert "tokenizer_name_or_path" in caught.value.remedy
+    tokens = {"datasets": [{"path": "a", "type": "tokens"}]}
+    assert _tokenizer_of(tmp_path, **tokens) is None  # nothing asks for one
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [("tokenizer_config.json", "[]"), ("tokenizer.json", "{}"), ("tokenizer.json", '{"model": 3}')],
+)
+def test_damaged_tokenizer_files_are_named(tmp_path, tokenizer_dir, file, text):
+    shutil.copytree(tokenizer_dir, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    _tokenizer_of(tmp_path)
+    (tmp_path / file).write_text(text)
+    with pytest.raises(ConfigError, match="no tokenizer in"):
+        _tokenizer_of(tmp_path)
+
+
+BROKEN = [{"dtype": "zzz"}, {"quantization_config": "x"}]
+
+
+@pytest.mark.parametrize("text", ["", "[]", *(json.dumps(LLAMA | bad) for bad in BROKEN)])
+def test_a_broken_configuration_is_not_called_a_missing_tokenizer(tmp_path, tokenizer_dir, text):
+    shutil.copytree(tokenizer_dir, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "config.json").write_text(text)
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match="no model configuration at"):
+        _tokenizer_of(tmp_path)
 
 
 def test_a_misspelt_model_key_does_not_leave_a_default_in_force():
