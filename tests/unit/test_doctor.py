@@ -288,7 +288,8 @@ def test_a_mistyped_model_is_answered_at_once_and_without_a_network(monkeypatch,
     near = {
         "Qwen/Qwen3-8B-bse": "did you mean Qwen/Qwen3-8B-Base",
         "somebody/prety-7B": "or did you mean somebody/pretty-7B?",
-        "nope": "hf download nope",
+        "nope": "hf download nope config.json",
+        "Qwen/Qwen3-8B": "hf download Qwen/Qwen3-8B config.json",
     }
     for name, message in near.items():
         done = subprocess.run(
@@ -298,4 +299,5 @@ def test_a_mistyped_model_is_answered_at_once_and_without_a_network(monkeypatch,
         )  # fmt: skip
         assert done.returncode == 2, done.stderr
         assert message in done.stderr
+        assert ("did you mean" in done.stderr) == ("did you mean" in message)
         assert "neither a folder nor in the local hub cache" in done.stderr

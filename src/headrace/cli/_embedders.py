@@ -21,6 +21,7 @@ from headrace.audit.stack import (
     untrained_model,
 )
 from headrace.errors import ConfigError
+from headrace.folders import check_model_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,6 +63,8 @@ def _tokenizer(model: str) -> Any:
     folder = Path(model)
     if folder.is_absolute() or model.startswith(".") or folder.is_dir():  # no name on a hub
         files = ("config.json", "adapter_config.json")
+        if not (folder / files[1]).is_file():
+            check_model_folder(folder)
         if not any((folder / name).is_file() for name in files):
             raise ConfigError(
                 f"no model at {model!r}: it holds neither {' nor '.join(files)}",

@@ -70,7 +70,7 @@ def doctor(
 def _doctor_model(name: str, *, fresh: bool, json: bool) -> None:
     from headrace.models.nearby import check_there
 
-    check_there(name)  # before torch is loaded
+    check_there(name, needed="config.json")  # before torch is loaded
     from headrace.models.building import load_config
     from headrace.selftest import Verdict, run_selftest
     from headrace.selftest.verdict import current_versions

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headrace.errors import ConfigError, ModelRefusedError
+from headrace.folders import check_model_folder
 from headrace.models import attention, experts, families
 from headrace.models.nearby import check_there
 
@@ -32,6 +33,7 @@ def load_config(name_or_path: str, *, trust_remote_code: bool = False) -> Any:
         ConfigError: there is no such configuration.
     """
     check_there(name_or_path)
+    check_model_folder(Path(name_or_path))
     from huggingface_hub.errors import StrictDataclassError  # noqa: PLC0415 - as below
     from transformers import AutoConfig  # noqa: PLC0415 - slow; only when needed
 

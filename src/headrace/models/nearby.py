@@ -13,8 +13,12 @@ from headrace.errors import ConfigError
 from headrace.plan.records import record_names
 
 
-def check_there(name: str) -> None:
+def check_there(name: str, *, needed: str = "") -> None:
     """Refuse a model that is neither a folder (or file) nor in the local hub cache.
+
+    Args:
+        name: as it was given.
+        needed: files of it that are enough; all by default.
 
     Raises:
         ConfigError: with the nearest names.
@@ -24,31 +28,37 @@ def check_there(name: str) -> None:
     except (OSError, ValueError):  # too long, a null byte
         there = False
     if not (there or is_cached(name)):
-        raise missing_model(name)
+        raise missing_model(name, needed=needed)
 
 
-def missing_model(name: str, key: str = "") -> ConfigError:
+def missing_model(name: str, key: str = "", *, needed: str = "") -> ConfigError:
     """The error for a model that is neither a folder nor in the local hub cache.
 
     Args:
         name: as it was given.
         key: where, for the message.
+        needed: as :func:`check_there` takes it.
     """
     near = nearest_models(name)
     hint = f"; or did you mean {' or '.join(near)}?" if near else ""
     return ConfigError(
         f"{key and f'{key}: '}{name!r} is neither a folder nor in the local hub cache",
-        remedy=f"correct it, or fetch it first: hf download {name}{hint}",
+        remedy=f"correct it, or fetch it first: hf download {f'{name} {needed}'.strip()}" + hint,
     )
 
 
 def nearest_models(name: str) -> list[str]:
-    """Up to two names like ``name``: in the hub cache, of known models, of folders beside it."""
+    """Up to two names like ``name``: in the hub cache, of known models, of folders beside it.
+
+    None for a known model: it is what was meant, and has to be fetched.
+    """
     known = [*cached_models(), *record_names(), *_neighbours(name)]
+    if name in known:
+        return []
     folded = {full.lower(): full for full in reversed(known)}
     folded |= {full.rpartition("/")[2].lower(): full for full in reversed(known)}
     near = difflib.get_close_matches(name.lower(), folded, n=4, cutoff=0.7)
-    return list(dict.fromkeys(folded[found] for found in near if folded[found] != name))[:2]
+    return list(dict.fromkeys(folded[found] for found in near))[:2]
 
 
 def cached_models() -> list[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import ConfigError
+from headrace.folders import check_model_folder
 from headrace.plan.records import find_record, nearest_names
 
 
@@ -65,6 +66,7 @@ def find_model(name: str) -> ModelSource:
             f"the model {name!r} cannot be looked for: {error}", remedy=_A_FOLDER
         ) from error
     if is_folder:
+        check_model_folder(path)
         path /= "config.json"
         if not path.is_file():
             raise ConfigError(
