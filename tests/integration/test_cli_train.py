@@ -165,6 +165,30 @@ def test_a_dry_run_says_what_is_not_here(capsys, config_file, tmp_path):
     ]
 
 
+def test_text_without_a_tokenizer_is_refused_by_a_dry_run_as_by_a_run(capsys, config_file):
+    for arguments in (["--dry-run"], []):
+        code, _, err = call(
+            capsys, "train", config_file, "tokenizer_name_or_path=", "datasets.0.type=text",
+            *arguments,
+        )  # fmt: skip
+        assert code == 2
+        assert "brings no tokenizer" in err
+        assert "headrace corpus build trains" in err
+
+
+@pytest.mark.parametrize("arguments", [["--dry-run"], []])
+def test_the_folder_of_a_run_is_no_model_and_its_checkpoint_is_named(
+    capsys, config_file, tmp_path, arguments
+):
+    checkpoint = tmp_path / "earlier" / "checkpoint-30"
+    checkpoint.mkdir(parents=True)
+    code, out, err = call(
+        capsys, "train", config_file, "model_config=", "tokenizer_name_or_path=",
+        f"model_name_or_path={tmp_path / 'earlier'}", *arguments,
+    )  # fmt: skip
+    assert (code, f"such as {checkpoint}" in out + err) == (0 if arguments else 2, True)
+
+
 def test_sigterm_saves_and_exits_with_143(config_file, tmp_path):
     command = [sys.executable, "-m", "headrace", "train", config_file, "max_steps=100000"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -180,6 +204,9 @@ def test_sigterm_saves_and_exits_with_143(config_file, tmp_path):
     assert record["status"] == "stopped"
     assert (tmp_path / "run" / record["checkpoint"] / "model.safetensors").is_file()
     assert f"stopped at step {record['sessions'][-1]['last_step']}" in out
+    assert (
+        f"with resume_from_checkpoint=auto goes on from {tmp_path / 'run' / 'checkpoint-'}" in out
+    )
 
 
 @pytest.mark.parametrize("pause", [0.0, 2.2])

@@ -26,10 +26,16 @@ def with_vocabulary(
         tokenizer: its ``tokenizer_name_or_path``.
 
     Raises:
-        ConfigError: the tokenizer's file is damaged.
+        ConfigError: the tokenizer's file is damaged, or nothing says how large the vocabulary is.
     """
-    if "vocab_size" in config or tokenizer is None:
+    if "vocab_size" in config:
         return config, None
+    if tokenizer is None:
+        raise ConfigError(
+            "model_config has no vocab_size, and no tokenizer is named that would say it",
+            remedy="name one with tokenizer_name_or_path, which may be still to be built, or give "
+            "model_config.vocab_size",
+        )
     path = Path(tokenizer).expanduser()
     file = path if path.suffix == ".json" else path / "tokenizer.json"
     if not file.is_file():

@@ -19,10 +19,12 @@ from headrace.data.files import resolve_files
 from headrace.data.hf_tokenizer import read_tokenizer
 from headrace.data.templates import resolve_template
 from headrace.errors import CapacityError, ConfigError
+from headrace.folders import check_model_folder
 from headrace.models.building import load_config
 from headrace.models.nearby import missing_model
 from headrace.parallel.launch import place_of
 from headrace.store.checkpoint import list_checkpoints
+from headrace.trainer.absent import WHERE_FROM, needs_tokenizer, tokenizer_name
 from headrace.trainer.model_config import check_sizes, refuse_unknown_keys, usable
 from headrace.units import format_bytes
 
@@ -130,32 +132,26 @@ def load_tokenizer(config: TrainConfig) -> Any:
         ConfigError: a dataset holds text and there is no tokenizer, or ``eos_token`` is not a
             token of it.
     """
-    needed = any(s.type != "tokens" for s in (*config.datasets, *config.eval_datasets))
-    name = config.tokenizer_name_or_path or config.model_name_or_path
-    if name is None and isinstance(config.scratch_config, str):
-        name = config.scratch_config
+    name = tokenizer_name(config)
     if name is None:
-        if needed:
-            raise ConfigError(
-                "datasets hold text, and a model from model_config brings no tokenizer",
-                remedy="name one with tokenizer_name_or_path:",
-            )
         return None
     key = (
         "model_name_or_path" if config.tokenizer_name_or_path is None else "tokenizer_name_or_path"
     )
     folder = model_folder(name, key)
+    if config.tokenizer_name_or_path is None:
+        check_model_folder(folder)
     options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
     if config.tokenizer_name_or_path is None and (gguf := _gguf_file(config, folder)):
         folder, options["gguf_file"] = gguf.parent, gguf.name
     try:
         tokenizer = read_tokenizer(
             folder.parent if folder.suffix == ".json" else folder,
-            remedy="name one with tokenizer_name_or_path:",
+            remedy=f"name one with tokenizer_name_or_path: {WHERE_FROM}",
             **options,
         )
     except ConfigError:
-        if not needed and config.tokenizer_name_or_path is None:
+        if not needs_tokenizer(config) and config.tokenizer_name_or_path is None:
             return None
         if config.tokenizer_name_or_path is None and "gguf_file" not in options:
             load_config(str(folder), trust_remote_code=config.trust_remote_code)  # or is it that?

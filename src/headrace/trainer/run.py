@@ -314,6 +314,10 @@ class _Session:
             f"{format_count(result.num_tokens)} tokens in {format_duration(result.seconds)} of "
             f"steps, peak memory {format_bytes(result.peak_rss_bytes)} resident"
         )
+        if stop.exit_code and not finished and checkpoint is not None:
+            auto = prepared.config.resume_from_checkpoint == "auto"
+            also = "" if auto else " with resume_from_checkpoint=auto"
+            say(f"the same command{also} goes on from {checkpoint}")
         return result
 
 
