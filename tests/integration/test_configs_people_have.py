@@ -249,6 +249,18 @@ def test_defaults_of_the_other_trainer_are_said():
     assert "eval_steps: 0.5 -> dropped (there is nothing to evaluate on)" in notes
 
 
+def test_keys_of_axolotl_mean_the_same_beside_a_model_from_random_weights():
+    """Such a file has no base_model, by which axolotl's are told."""
+    given = {key: v for key, v in AXOLOTL.items() if key not in {"base_model", "special_tokens"}}
+    given |= {"model_config": {"model_type": "llama"}, "cosine_min_lr_ratio": 0.1, "num_epochs": 4}
+    config, notes = resolve(
+        given | {"evals_per_epoch": 2, "saves_per_epoch": 1, "val_set_size": 0.1}
+    )
+    assert (config.eval_steps, config.save_strategy) == (0.125, "epoch")
+    assert config.lr_scheduler_type == "cosine_with_min_lr"
+    assert not any("axolotl's default" in note for note in notes)
+
+
 def test_dataset_descriptions_of_llama_factory(at_home):
     info = {
         "talks": {

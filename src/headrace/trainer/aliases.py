@@ -327,11 +327,11 @@ def override_aliases(raw: dict[str, Any], key: str) -> None:
 def _converters(raw: dict[str, Any]) -> dict[str, Callable[[Any], dict[str, Any]]]:
     """What each key becomes; some of axolotl's and LLaMA-Factory's look at other keys."""
     found = dict(CONVERTED)
-    owners: list[dict[str, Callable[[Any, dict[str, Any]], dict[str, Any]]]] = []
+    owners: list[dict[str, Callable[[Any, dict[str, Any]], dict[str, Any]]]] = [axolotl.ALONE]
     if axolotl.is_axolotl(raw):
         owners = [axolotl.CONVERTED]
     elif llama_factory.is_llama_factory(raw):
-        owners = [llama_factory.CONVERTED]
+        owners.append(llama_factory.CONVERTED)
     for owner in owners:
         found |= {key: _bound(change, raw) for key, change in owner.items()}
     return found
@@ -345,13 +345,14 @@ def _bound(
 
 def _add_defaults(raw: dict[str, Any], result: dict[str, Any], notes: list[str]) -> None:
     """Defaults of the trainer that a file was written for, where the file is silent."""
+    if axolotl.is_axolotl(raw) or raw.keys() & axolotl.ALONE.keys():
+        axolotl.complete(result, notes)
     if axolotl.is_axolotl(raw):
         owner, given = "axolotl", dict(axolotl.DEFAULTS)
         if not any(_is_plain_text(entry) for entry in result.get("datasets") or []):
             given["excess_length"] = "drop"
         rows = result.get("per_device_train_batch_size", given["per_device_train_batch_size"])
         given["per_device_eval_batch_size"] = rows
-        axolotl.complete(result, notes)
     elif llama_factory.is_llama_factory(raw):
         owner, given = "LLaMA-Factory", llama_factory.defaults(raw)
     else:

@@ -267,6 +267,13 @@ CONVERTED: dict[str, Callable[[Any, dict[str, Any]], dict[str, Any]]] = {
     "bfloat16": _dtype("bfloat16"),
     "float32": _dtype("float32"),
 }
+# Those that headrace does not have: a file that starts from random weights, or has some of
+# headrace's names, lacks base_model and may hold them all the same.
+ALONE = {
+    key: change
+    for key, change in CONVERTED.items()
+    if key not in {"special_tokens", "chat_template"}
+}
 
 
 def complete(result: dict[str, Any], notes: list[str]) -> None:
