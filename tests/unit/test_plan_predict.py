@@ -133,6 +133,8 @@ def test_what_does_not_fit_exits_3_and_names_what_would_make_it_fit():
     out = json.loads(done.stdout)
     assert not out["fits"]
     assert out["plan"]["overflows"] == ["device"]  # which holds what the host cannot
+    said = run(*common[:-1], "--host-memory", "128GiB").stdout.splitlines()[1]
+    assert "too little host memory, and on the cards no room for the rest of the state" in said
     settings = [c["setting"] for c in out["changes"]]
     assert out["changes"][0]["available"]
     assert settings[0].startswith("--host-memory ")
@@ -196,6 +198,8 @@ def test_vocabulary_of_a_recipe_is_its_tokenizers(tmp_path, tokenizer_dir, token
     done = run(str(path), "--gpu", "h200")
     assert done.exit_code == 0
     assert "vocab_size is taken to be 32,768" in done.stderr
+    path.write_text(json.dumps({"model_config": config["model_config"]}))
+    assert "no tokenizer is named" in str(run(str(path), "--gpu", "h200").exception)
     (tmp_path / "tokenizer.json").write_text("[]")
     path.write_text(json.dumps(config | {"tokenizer_name_or_path": str(tmp_path)}))
     refused = run(str(path), "--gpu", "h200").exception
@@ -409,10 +413,26 @@ def test_every_card_of_the_table_can_be_planned_with():
 
 @pytest.mark.parametrize(
     ("reported", "name"),
-    [("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA A100-SXM4-80GB", "a100")],
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA H100", "h100"),
+        ("RTX 4090", "rtx-4090"),
+        ("geforce_rtx_4090", "rtx-4090"),
+    ],
 )
-def test_card_is_found_by_the_name_its_driver_reports(reported, name):
+def test_card_is_found_by_the_name_its_driver_or_its_maker_gives_it(reported, name):
     assert find_card(reported)[0] == name
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [("NVIDIA H100 NVL", "h100"), ("NVIDIA GeForce RTX 4090 Laptop GPU", "rtx-4090")],
+)
+def test_another_card_of_a_family_is_not_taken_for_it(name, nearest):
+    with pytest.raises(ConfigError, match=rf"nearest: {nearest}\)"):
+        find_card(name)
 
 
 def test_memory_limit_of_this_process_counts(monkeypatch):

@@ -70,7 +70,7 @@ def plan(
         typer.Option(min=1, help="gradient_accumulation_steps to hold against FSDP. [1]"),
     ] = None,
     activations: Annotated[
-        str | None, typer.Option(help="keep or recompute; chosen by default.")
+        str | None, typer.Option(help="keep, offload or recompute; chosen by default.")
     ] = None,
     moments: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or 8bit. [float32]")

@@ -11,6 +11,7 @@ import difflib
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 from dataclasses import dataclass, replace
@@ -31,6 +32,8 @@ MATMUL_SHARE, H2D_SHARE, D2H_SHARE, DUPLEX_SHARE = 0.79, 0.78, 0.88, 0.63
 # Host AdamW on the split master while transfers run, 13 threads of a 16-core Xeon with AVX-512:
 # 4.9 Gparam/s. The update is bound by memory bandwidth, so more cores are not credited.
 UPDATE_GPARAMS_16_CORES = 4.9
+# Left out of the name of a card that a user or a driver gives.
+_MAKERS = frozenset({"nvidia", "geforce", "amd", "instinct"})
 _SLOWEST = 1e-6  # 10^9 parameters a second: a thousand parameters
 
 # fp32 matmul a core, for planning on a machine without a GPU: order of magnitude only.
@@ -137,6 +140,12 @@ def card_names() -> list[str]:
     return list(_table()["cards"])
 
 
+def _short(name: str) -> str:
+    """``nvidia geforce rtx 4090`` as the table has it: without maker and series, with dashes."""
+    words = re.split(r"[\s_]+", name)
+    return "-".join(word for word in words if word not in _MAKERS)
+
+
 def find_card(name: str) -> tuple[str, dict[str, Any]]:
     """A card of the table by its name or alias.
 
@@ -145,11 +154,14 @@ def find_card(name: str) -> tuple[str, dict[str, Any]]:
     """
     cards = _table()["cards"]
     wanted = name.strip().lower()
-    for key, card in cards.items():
-        if wanted == key or wanted in card["aliases"]:
-            return key, card
     names = {alias: key for key, card in cards.items() for alias in (key, *card["aliases"])}
-    near = difflib.get_close_matches(wanted, names, n=1)
+    for spelling in (wanted, _short(wanted)):
+        if spelling in names:
+            return names[spelling], cards[names[spelling]]
+    # Without its maker's name a card's number is what tells it from others.
+    short = _short(wanted)
+    near = [alias for alias in names if f"-{alias}-" in f"-{short}-"]
+    near = near or difflib.get_close_matches(short, names, n=1)
     hint = f" (nearest: {names[near[0]]})" if near else ""
     raise ConfigError(
         f"no card {name!r} in the table{hint}", remedy=f"known cards: {', '.join(cards)}"

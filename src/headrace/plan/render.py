@@ -28,17 +28,33 @@ def _table(title: str, items: Iterable[Item], total: int, limit: int | None) -> 
     return lines
 
 
+def _lacking(plan: Prediction) -> str:
+    """The memories that are too small: those that overflow, and a host whose rest a card holds."""
+    choice, machine = plan.choice, plan.machine
+    over = set(choice.over)
+    note = ""
+    if choice.need.spilled and "device" in over:
+        over.add("host")
+        without = choice.need.device_bytes - choice.need.spilled // machine.num_gpus
+        if without <= usable_device(machine):
+            over.remove("device")
+            note = ", and on the cards no room for the rest of the state"
+    names = {"host": "host memory", "device": "device memory", "disk": "disk"}
+    return " and ".join(name for kind, name in names.items() if kind in over) + note
+
+
 def _answer(plan: Prediction) -> list[str]:
     choice, machine = plan.choice, plan.machine
     cards = machine.title if machine.num_gpus == 1 else f"{machine.num_gpus} x {machine.title}"
     how = f"activations {choice.activations}, {choice.waves} wave" + "s" * (choice.waves != 1)
     if choice.slices > 1:
-        how += f", experts in {choice.slices} slices"
+        how += f", experts in {choice.slices} slices (such layers recompute)"
     if plan.fits:
         return [f"FITS on {cards}: {how}."]
-    lines = [f"DOES NOT FIT on {cards}: too little {' and '.join(choice.over)} memory ({how})."]
-    if "disk" in choice.over and len(choice.over) == 1:
+    if choice.over == ("disk",):
         lines = [f"DOES NOT FIT on {cards}: too little disk for checkpoints."]
+    else:
+        lines = [f"DOES NOT FIT on {cards}: too little {_lacking(plan)} ({how})."]
     for change in plan.changes:
         mark = "" if change.available else " [not in this version]"
         lines.append(f"  fits with {change.what} ({change.setting}){mark}")
