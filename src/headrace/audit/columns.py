@@ -24,8 +24,13 @@ _MISSING = ("", "na", "n/a", "null", "none")
 _FLAGS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
-def numbers(series: pl.Series, where: str) -> NDArray[np.float64]:
+def numbers(series: pl.Series, where: str, *, optional: bool = False) -> NDArray[np.float64]:
     """``(n,)`` floats, NaN where a value is missing; text is read where it is a number.
+
+    Args:
+        series: a column.
+        where: it is, for the message.
+        optional: the table may do without it, which is then the first remedy.
 
     Raises:
         DataError: values of another kind, or text that is no number.
@@ -39,12 +44,14 @@ def numbers(series: pl.Series, where: str) -> NDArray[np.float64]:
         read = text.cast(pl.Float64, strict=False)
         _refuse(
             text.is_not_null() & read.is_null(), series, f"{where} holds text that is no number",
-            remedy="drop the column, or encode it as numbers; leave missing values empty",
+            remedy=("drop the column, or encode it as numbers" if optional else "write numbers")
+            + "; leave missing values empty",
         )  # fmt: skip
         series = read
     elif not (kind.is_numeric() or kind in {pl.Boolean, pl.Null}):
         raise DataError(
-            f"{where} holds {kind}, not numbers", remedy="drop it, or encode it as numbers"
+            f"{where} holds {kind}, not numbers",
+            remedy="drop it, or encode it as numbers" if optional else "write numbers",
         )
     return series.cast(pl.Float64).fill_null(float("nan")).to_numpy()
 

@@ -95,7 +95,7 @@ def panel_from_frame(frame: pl.DataFrame, *, name: str = "panel") -> Panel:
             remedy="name the entity of every row, or drop these rows",
         )
     y = numbers(frame["y"], where("y"))
-    columns = [numbers(frame[c], where(c)) for c in features]
+    columns = [numbers(frame[c], where(c), optional=True) for c in features]
     prompts = embedded = None
     if "prompt" in frame.columns:
         prompts = [text or "" for text in names(frame["prompt"], where("prompt"))]

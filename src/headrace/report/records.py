@@ -201,7 +201,9 @@ def read_audit(path: Path) -> tuple[Node, Source]:
         raise DataError(
             f"{path} is {schema!r} version {version!r}; this report reads {AUDIT_SCHEMA!r} "
             f"version {AUDIT_SCHEMA_VERSION}",
-            remedy="run the audit again with this version of headrace",
+            remedy="run the audit again with this version of headrace"
+            if schema == AUDIT_SCHEMA
+            else "give the file that headrace audit wrote with --json",
         )
     return node, source
 

@@ -103,7 +103,9 @@ def test_mistakes_exit_2_with_one_message(files, arguments, words, capsys, monke
     if arguments and arguments[0] in {"--embeddings", "--cutoff"}:
         arguments = ["--panel", "panel.parquet", "--embeddings", "k=m.npy", *arguments]
     assert call(*arguments) == 2
-    assert words in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert words in err
+    assert "remedy: " in err
 
 
 def test_models_of_three_cutoffs_get_a_slope(files, capsys):

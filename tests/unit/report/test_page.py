@@ -197,6 +197,7 @@ def test_numbers_that_are_not_finite_or_null_are_a_dash(tmp_path, audit):
         (lambda a: a["models"][1]["skill"]["common"].pop("n"), "models[1].skill.common"),
         (lambda a: a["models"][0].update(verdict="guilty"), "'guilty' is none of"),
         (lambda a: a.update(schema_version=99), "version 99"),
+        (lambda a: a.update(schema="headrace.report"), "that headrace audit wrote"),
         (lambda a: a.update(schema="other"), "'other'"),
         (lambda a: a.pop("panel"), "'panel' is missing"),
         (lambda a: a["models"][0]["skill"].update(common=3), "models[0].skill.common"),
