@@ -6,10 +6,14 @@ what is supervised is exact. Formats are those of the models' own documentation.
 
 from __future__ import annotations
 
+import logging
+import re
 from pathlib import Path
 from typing import Any
 
 from headrace.errors import ConfigError
+
+_logger = logging.getLogger(__name__)
 
 _CHATML = (
     "{% for message in messages %}"
@@ -77,6 +81,7 @@ TEMPLATES = {
 }
 DEFAULT = "tokenizer_default"
 _FALLBACK = "tokenizer_default_fallback_"
+_MARK = re.compile(r"<\|?\w+\|?>")
 
 
 def resolve_template(given: str | None, tokenizer: Any) -> str:
@@ -107,6 +112,7 @@ def resolve_template(given: str | None, tokenizer: Any) -> str:
             )
         return str(own)
     if name in TEMPLATES:
+        _warn_of_split_marks(name, tokenizer)
         return TEMPLATES[name]
     if "{{" in name or "{%" in name:
         return name
@@ -117,3 +123,20 @@ def resolve_template(given: str | None, tokenizer: Any) -> str:
             remedy=f"{DEFAULT}, one of {names}, a .jinja file, or the template itself",
         )
     return file.read_text(encoding="utf-8")
+
+
+def _warn_of_split_marks(name: str, tokenizer: Any) -> None:
+    """An answer that ends in pieces of a mark has no token at which generation stops."""
+    vocabulary = tokenizer.get_vocab()
+    marks = {known: sorted(set(_MARK.findall(text))) for known, text in TEMPLATES.items()}
+    absent = [mark for mark in marks[name] if mark not in vocabulary]
+    if absent:
+        whole = [known for known, found in marks.items() if vocabulary.keys() >= set(found)]
+        _logger.warning(
+            "chat_template: %s writes %s, which the tokenizer does not have as a token: it is "
+            "trained in pieces, and generation will not stop at it; templates whose marks it has: "
+            "%s, or add the tokens to model and tokenizer",
+            name,
+            ", ".join(absent),
+            ", ".join(whole),
+        )

@@ -296,6 +296,15 @@ def test_template_names(chat, tmp_path):
         resolve_template("lama3", chat)
 
 
+def test_marks_that_the_tokenizer_would_split_are_told(chat, caplog):
+    resolve_template("phi_3", chat)
+    assert "<|end|>, which the tokenizer does not have as a token" in caplog.text
+    caplog.clear()
+    chat.add_tokens(["<|assistant|>", "<|end|>"])
+    resolve_template("phi_3", chat)
+    assert caplog.text == ""
+
+
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
 def test_every_named_template_supervises_the_assistant_and_ends_its_turns(supervised, name):
     said, text = supervised({"messages": TALK}, TEMPLATES[name])
