@@ -277,6 +277,27 @@ def test_doctor_of_a_model_that_is_refused(cache, tmp_path, capsys):
     assert "headrace" in sys.modules
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"num_experts_per_tok": 9}, "each token to 9 of 4 experts"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is no number"),
+        ({"num_key_value_heads": 3}, "do not divide"),
+    ],
+)
+def test_sizes_that_the_tiny_twin_does_not_have_are_looked_at(
+    cache, tmp_path, capsys, change, reason
+):
+    """The twin's sizes are others, so that it would pass."""
+    AutoConfig.for_model(
+        "qwen3_moe", **{"num_experts": 4, "num_experts_per_tok": 2} | change
+    ).save_pretrained(tmp_path)
+    code, output = doctor(capsys, "--model", str(tmp_path), "--json")
+    found = json.loads(output.out)
+    assert (code, found["verdict"]) == (1, "refused")
+    assert reason in found["reason"]
+
+
 def test_doctor_of_a_folder_without_a_model(tmp_path, capsys):
     code, output = doctor(capsys, "--model", str(tmp_path), "--json")
     assert code == 2

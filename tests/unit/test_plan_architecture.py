@@ -133,6 +133,10 @@ def test_sliding_window_counts_only_the_keys_it_sees():
         ({"model_type": "llama", **SIZES, "vocab_size": -1}, "vocab_size is -1"),
         ({"model_type": "llama", **SIZES, "num_hidden_layers": 10**7}, "limit is 10,000"),
         ({"model_type": "llama", **SIZES, "num_key_value_heads": 0}, "num_key_value_heads is 0"),
+        (
+            {"model_type": "mixtral", **SIZES, "num_experts_per_tok": 9},
+            "the limit is 8, as many as",
+        ),
         ({"model_type": "llama", **SIZES, "head_dim": "x"}, "head_dim is 'x'"),
         ({"model_type": "llama", **SIZES, "layer_types": ["full_attention"]}, "1 entries"),
         ({"model_type": "llama", **SIZES, "layer_types": ["odd"] * 6}, "unknown kinds odd"),

@@ -32,6 +32,7 @@ from headrace.models.building import build_model, first_line, load_config, text_
 from headrace.models.head import HeadProbe, LogitRule, find_rules
 from headrace.models.routing import find_auxiliary_loss
 from headrace.models.shrink import MAX_LAYERS, shrink
+from headrace.models.sizes import check_sizes
 from headrace.models.slices import StackedExperts, find_experts
 from headrace.models.structure import covering_prefix
 from headrace.models.units import path_of, plan_units, trained_with_adapters
@@ -106,10 +107,11 @@ class ModelSpec:
 
         Raises:
             ModelRefusedError: the streamed step would not be exact for this class or a switch.
-            ConfigError: adapters were asked for where there is no such layer.
+            ConfigError: a size is impossible, or adapters were asked for where there is no layer.
         """
         self.source_config = copy.deepcopy(config)
         self.config = text_config(config)
+        check_sizes(self.config)
         _refuse_switches(self.config)
         self.model: nn.Module = build_model(self.config, device="meta")
         self.parts, self._anatomy = _find_parts(self.model, self.config)

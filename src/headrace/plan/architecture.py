@@ -191,7 +191,7 @@ def _linear(inputs: int, outputs: int, *, bias: bool = False, modules: int = 1) 
     )
 
 
-def _need(config: Config, key: str, *, most: int = 2**40) -> int:
+def _need(config: Config, key: str, *, most: int = 2**40, why: str = "above any model's") -> int:
     value = config.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(
@@ -200,7 +200,7 @@ def _need(config: Config, key: str, *, most: int = 2**40) -> int:
         )
     if value > most:
         raise ConfigError(
-            f"the configuration's {key} is {value:,}; the limit is {most:,}, above any model's",
+            f"the configuration's {key} is {value:,}; the limit is {most:,}, {why}",
             remedy="use the complete config.json of the model",
         )
     return value
@@ -281,11 +281,11 @@ def _experts(family: Family, config: Config) -> Experts:
     assert family.expert_size is not None
     hidden, inner = _need(config, "hidden_size"), _need(config, family.expert_size)
     key = next((name for name in family.num_experts if name in config), family.num_experts[0])
-    biases = 2 * inner + hidden if family.expert_bias else 0
+    count = _need(config, key)
     return Experts(
-        count=_need(config, key),
-        chosen=_need(config, "num_experts_per_tok"),
-        size=3 * hidden * inner + biases,
+        count=count,
+        chosen=_need(config, "num_experts_per_tok", most=count, why="as many as there are"),
+        size=3 * hidden * inner + (2 * inner + hidden if family.expert_bias else 0),
         matmul=3 * hidden * inner,
         kept_elements=2 * inner + hidden,
         # The input, both halves of the first product, before and after the weights, the second.

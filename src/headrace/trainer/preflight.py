@@ -22,10 +22,11 @@ from headrace.errors import CapacityError, ConfigError
 from headrace.folders import check_model_folder
 from headrace.models.building import load_config
 from headrace.models.nearby import missing_model
+from headrace.models.sizes import check_sizes
 from headrace.parallel.launch import place_of
 from headrace.store.checkpoint import list_checkpoints
 from headrace.trainer.absent import WHERE_FROM, needs_tokenizer, tokenizer_name
-from headrace.trainer.model_config import check_sizes, refuse_unknown_keys, usable
+from headrace.trainer.model_config import refuse_unknown_keys, usable
 from headrace.units import format_bytes
 
 if TYPE_CHECKING:
