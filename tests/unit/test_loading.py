@@ -153,6 +153,20 @@ def test_tensors_without_a_place_are_reported(tmp_path):
     assert load_pretrained(spec, state, tmp_path).ignored == ("a.b", "mtp.weight")
 
 
+def test_tensors_of_layers_that_the_class_computes_without_are_told_apart(tmp_path):
+    """Such as a bias that config.json does not switch on: the layer is not what was trained."""
+    config, _ = saved_model(tmp_path)
+    layer, bias = "model.layers.1.self_attn", torch.ones(2)
+    extra = [
+        f"{layer}.q_proj.bias", f"{layer}.rotary_emb.inv_freq", "model.layers.3.eh_proj.weight",
+        "visual.layers.0.norm.bias",
+    ]  # fmt: skip
+    rewritten(tmp_path, lambda t: t.update({name: bias.clone() for name in extra}))
+    report = load_pretrained(*empty(config), tmp_path)
+    assert report.ignored == tuple(sorted(extra))
+    assert report.unused == (extra[0],)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_not_finite(tmp_path, value):
     config, _ = saved_model(tmp_path)

@@ -7,6 +7,7 @@ whole model first). Weights that are not finite are refused.
 from __future__ import annotations
 
 import copy
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from headrace.store.layout import ParamSpec
     from headrace.store.state import ModelState, UnitState
 
+# Buffers that older versions of transformers saved and newer ones compute: rotary tables, masks.
+_FIXED = r"inv_freq$|(cos|sin)_cached$|attn\.(bias|masked_bias)$|attention\.(bias|masked_bias)$"
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoadReport:
@@ -35,9 +39,12 @@ class LoadReport:
     Attributes:
         ignored: tensors of the checkpoint that the causal LM has no place for; they are carried
             to every checkpoint and export (none from GGUF).
+        unused: those of them that are of layers the model has, and that its class is not known to
+            leave out: what such a layer computes may not be what it was trained to.
     """
 
     ignored: tuple[str, ...]
+    unused: tuple[str, ...] = ()
 
 
 def load_pretrained(
@@ -93,7 +100,24 @@ def load_pretrained(
             unit.set_master(param, ends[embedding] if embedding in ends else ends[head])
     _fill_missing(spec, state, missing)
     spec.carried = CarriedTensors(unused, files)
-    return LoadReport(ignored=tuple(sorted(unused)))
+    used = [key for piece in pieces for key in piece.keys]
+    return LoadReport(ignored=tuple(sorted(unused)), unused=_of_layers(spec, unused, used))
+
+
+def _of_layers(spec: ModelSpec, unused: Iterable[str], used: Iterable[str]) -> tuple[str, ...]:
+    """Unused tensors that lie in the model's layers; vision towers and later layers do not."""
+    numbered = re.compile(rf"(.*?(?:^|\.){re.escape(spec.parts.layers_path)}\.)(\d+)\.")
+    places = {found[1] for key in used if (found := numbered.match(key))}
+    expected = getattr(spec.model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    left_out = re.compile("|".join([*expected, _FIXED]))
+    return tuple(
+        key
+        for key in sorted(unused)
+        if (found := numbered.match(key))
+        and found[1] in places
+        and int(found[2]) < spec.num_layers
+        and not left_out.search(key)
+    )
 
 
 def _fill_missing(

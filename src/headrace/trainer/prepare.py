@@ -7,6 +7,7 @@ before (but for the lock file), and the state's memory is given back.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,6 +56,8 @@ if TYPE_CHECKING:
     from headrace.trainer.config import TrainConfig
 
     Say = Callable[[str], None]
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,6 +319,14 @@ def _load_weights(
                     if spec.carried.names
                     else ""
                 )
+            )
+        if report.unused:
+            _logger.warning(
+                "%d of them belong to layers that are trained, such as %s: %s computes without "
+                "them. config.json may be another model's, or lack a switch (attention_bias, ...)",
+                len(report.unused),
+                report.unused[0],
+                type(spec.model).__name__,
             )
     else:
         initialise(spec, state, seed=config.seed)
