@@ -91,8 +91,8 @@ Weights are read and written in the form that transformers writes: experts one b
 keeps them fused, the names of the checkpoint that was loaded. What a bfloat16 model keeps in
 float32 by its class (routing biases, some routers) keeps all its bits in the state, in checkpoints
 and in exports. Tensors that the causal LM has no place for (vision towers, multi-token prediction)
-are carried to every checkpoint and export unchanged; the log says how many. Where some belong to layers
-that are trained, a warning names one: `config.json` may be another model's.
+are carried to every checkpoint and export unchanged; the log says how many. Where some belong to
+layers that are trained, a warning names one: `config.json` may be another model's.
 
 ## Mixtures of experts
 
