@@ -500,6 +500,7 @@ def test_too_little_memory_is_exit_3_before_tokenising(run_config, tmp_path, mon
     with pytest.raises(CapacityError, match="needs") as caught:
         run_config()
     assert caught.value.exit_code == 3
+    assert "raise HEADRACE_HOST_MEMORY" in caught.value.remedy
     assert not (tmp_path / "cache").exists()
 
 

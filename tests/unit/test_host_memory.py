@@ -125,8 +125,9 @@ def test_the_override_does_not_lift_a_control_groups_limit(machine):
 
 
 def test_an_override_that_is_no_size_is_a_configuration_error(machine):
-    with pytest.raises(ConfigError, match="lots"):
+    with pytest.raises(ConfigError, match="HEADRACE_HOST_MEMORY: 'lots' is not a size") as caught:
         machine.available(HEADRACE_HOST_MEMORY="lots")
+    assert caught.value.remedy
 
 
 def test_the_explanation_names_every_source(machine):

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headrace.errors import ConfigError
 from headrace.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def host_memory(
     fields = _key_values(proc / "meminfo")
     limits = _cgroup_limits(proc / "self" / "cgroup", cgroup)
     tightest = min(limits, key=lambda pair: pair[0] - pair[1], default=None)
-    override = environ.get(OVERRIDE_VARIABLE)
+    override = _override(environ.get(OVERRIDE_VARIABLE))
     pages = int((proc / "self" / "statm").read_text().split()[1])
     return HostMemory(
         total=fields["MemTotal"] * 1024,
@@ -108,8 +109,17 @@ def host_memory(
         resident=pages * os.sysconf("SC_PAGE_SIZE"),
         cgroup_limit=None if tightest is None else tightest[0],
         cgroup_available=None if tightest is None else max(0, tightest[0] - tightest[1]),
-        override=parse_bytes(override) if override else None,
+        override=override,
     )
+
+
+def _override(text: str | None) -> int | None:
+    if not text:
+        return None
+    try:
+        return parse_bytes(text)
+    except ConfigError as error:
+        raise ConfigError(f"{OVERRIDE_VARIABLE}: {error.message}", remedy=error.remedy) from error
 
 
 def _key_values(path: Path) -> dict[str, int]:

@@ -19,7 +19,7 @@ from headrace.parallel.ranks import Ranks
 from headrace.policy.budget import Workload, activations_of, sliced_layers, step_budget
 from headrace.policy.search import Choice, Room, best, fitting_choices, typical_rates
 from headrace.policy.steptime import predict_step
-from headrace.store.host_memory import host_memory
+from headrace.store.host_memory import OVERRIDE_VARIABLE, host_memory
 from headrace.trainer import tune_file
 from headrace.trainer.saving import spare_bytes, unit_bytes
 from headrace.units import format_bytes
@@ -205,7 +205,8 @@ def _check_host(config: TrainConfig, spec: ModelSpec, workload: Workload, ranks:
             f"a step needs at least {format_bytes(needed)} ({each}{budget.explain('host')}; "
             f"{budget.explain('device')}; {format_bytes(spare)} for saves), and "
             f"{format_bytes(memory.available)} is there ({memory.explain()})",
-            remedy="lower per_device_train_batch_size, max_length or "
+            remedy=(f"raise {OVERRIDE_VARIABLE}, " if memory.override is not None else "")
+            + "lower per_device_train_batch_size, max_length or "
             "engine.micro_batches_per_wave, or set engine.activations: recompute or "
             "async_save: false",
         )
