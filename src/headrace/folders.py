@@ -1,4 +1,4 @@
-"""What a folder that holds no model is, so that a message can name what to give instead.
+"""What a folder is by its names: a run with its checkpoints, adapters, or perhaps a model.
 
 Looks at the names of files and reads one small JSON at most; imports neither torch nor
 transformers. Refuses nothing that might be a model: where a folder is not known to be something
@@ -8,12 +8,13 @@ else, whoever reads it says what it lacks.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+import os
+import re
+from pathlib import Path
 
 from headrace.errors import ConfigError
 
-if TYPE_CHECKING:
-    from pathlib import Path
+_NAME = re.compile(r"checkpoint-(\d+)")
 
 
 def check_model_folder(folder: Path) -> None:
@@ -34,7 +35,7 @@ def check_model_folder(folder: Path) -> None:
             remedy="name the model; lora_model_dir goes on training adapters, and headrace export "
             "--merge writes a run's model with its adapters added",
         )
-    checkpoints = _checkpoints(folder)
+    checkpoints = list_checkpoints(folder) if os.access(folder, os.R_OK) else []
     if checkpoints:
         raise ConfigError(
             f"{folder} is the folder of a run, not a model",
@@ -43,14 +44,17 @@ def check_model_folder(folder: Path) -> None:
         )
 
 
-def _checkpoints(folder: Path) -> list[Path]:
-    """Those of a run's folder, in the order of their steps."""
-    found = {}
-    for path in folder.glob("checkpoint-*"):
-        step = path.name.removeprefix("checkpoint-")
-        if step.isascii() and step.isdigit() and path.is_dir():
-            found[int(step)] = path
-    return [found[step] for step in sorted(found)]
+def list_checkpoints(output_dir: str | Path) -> list[Path]:
+    """Folders named ``checkpoint-{step}``, by step, complete or not."""
+    output_dir = Path(output_dir)
+    if not output_dir.is_dir():
+        return []
+    found = [
+        (int(match[1]), path)
+        for path in output_dir.iterdir()
+        if (match := _NAME.fullmatch(path.name)) and path.is_dir()
+    ]
+    return [path for _, path in sorted(found)]
 
 
 def _base_of(file: Path) -> str | None:

@@ -22,6 +22,8 @@ if typing.TYPE_CHECKING:
     from pathlib import Path
 
 _Record = TypeVar("_Record")
+_OURS = "give the JSON that headrace audit wrote"
+_AGAIN = "run the audit again with this version of headrace"
 
 
 def to_dict(record: Any) -> dict[str, Any]:
@@ -55,7 +57,7 @@ def from_dict(data: dict[str, Any]) -> AuditResult:
     if data.get("schema") != SCHEMA:
         raise DataError(
             f"not an audit result: schema is {data.get('schema')!r}, not {SCHEMA!r}",
-            remedy="give the JSON that headrace audit wrote",
+            remedy=_OURS,
         )
     version = data.get("schema_version")
     if version != SCHEMA_VERSION:
@@ -70,7 +72,7 @@ def _build(cls: type[_Record], data: Any, where: str) -> _Record:
     if not isinstance(data, dict):
         raise DataError(
             f"{where}: expected an object, got {type(data).__name__}",
-            remedy="run the audit again with this version of headrace",
+            remedy=_AGAIN,
         )
     hints = typing.get_type_hints(cls)
     values: dict[str, Any] = {}
@@ -80,7 +82,7 @@ def _build(cls: type[_Record], data: Any, where: str) -> _Record:
         elif f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
             raise DataError(
                 f"{where}: field {f.name!r} is missing",
-                remedy="run the audit again with this version of headrace",
+                remedy=_AGAIN,
             )
     return cls(**values)
 
@@ -97,7 +99,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         if value not in arguments:
             raise DataError(
                 f"{where}: {value!r} is none of {', '.join(map(repr, arguments))}",
-                remedy="run the audit again with this version of headrace",
+                remedy=_AGAIN,
             )
         return value
     if origin is tuple:
@@ -111,7 +113,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if not isinstance(value, hint):
         raise DataError(
             f"{where}: expected {hint.__name__}, got {value!r}",
-            remedy="run the audit again with this version of headrace",
+            remedy=_AGAIN,
         )
     return value
 
@@ -175,12 +177,10 @@ def read_json(path: Path) -> AuditResult:
             f"no audit result at {path}", remedy="check the path, or run headrace audit"
         ) from error
     except json.JSONDecodeError as error:
-        raise DataError(
-            f"{path} is not JSON: {error}", remedy="give the JSON that headrace audit wrote"
-        ) from error
+        raise DataError(f"{path} is not JSON: {error}", remedy=_OURS) from error
     if not isinstance(data, dict):
         raise DataError(
             f"{path} holds {type(data).__name__}, not an audit result",
-            remedy="give the JSON that headrace audit wrote",
+            remedy=_OURS,
         )
     return from_dict(data)

@@ -52,6 +52,7 @@ _TOP = ("panel", "models", "twins", "reference", "reductions", "published", "set
 _PANEL = ("type", "path", "sample", "num_entities", "dates_per_entity", "seed", "synthetic")
 _MODEL = ("name", "embeddings", "synthetic", "cutoff", "recall", "perplexity")
 _SAMPLES = ("vessl-2026", "point_in_time")
+_SHOWN = "docs/audit.md shows a recipe with its keys"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,9 +94,7 @@ def _load(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not YAML: {error}", remedy="correct that line") from error
     recipe = mapping(data, str(path), _TOP)
     if "panel" not in recipe:
-        raise ConfigError(
-            f"{path} has no panel", remedy="docs/audit.md shows a recipe with its keys"
-        )
+        raise ConfigError(f"{path} has no panel", remedy=_SHOWN)
     return recipe
 
 
@@ -112,9 +111,7 @@ def panel_from_recipe(path: Path) -> tuple[Panel, PublishedFacts | None]:
 def _panel(value: Any, where: str) -> tuple[Panel, PublishedFacts | None]:
     options = mapping(value, where, _PANEL)
     if "path" not in options:
-        raise ConfigError(
-            f"{where} has no path", remedy="docs/audit.md shows a recipe with its keys"
-        )
+        raise ConfigError(f"{where} has no path", remedy=_SHOWN)
     path = Path(str(options["path"]))
     kind = options.get("type", "generic")
     if kind == "generic":
@@ -155,9 +152,7 @@ def request_from_recipe(path: Path) -> AuditRequest:
     recipe = _load(path)
     models = recipe.get("models") or []
     if not models:
-        raise ConfigError(
-            f"{path} names no models", remedy="docs/audit.md shows a recipe with its keys"
-        )
+        raise ConfigError(f"{path} names no models", remedy=_SHOWN)
     for kind in ("models", "twins"):
         if not isinstance(recipe.get(kind) or [], list):
             raise ConfigError(
@@ -227,13 +222,11 @@ def _pairs(value: Any, where: str) -> tuple[tuple[str, str], ...]:
 def _check_entry(entry: Any, where: str) -> None:
     mapping(entry, where, _MODEL)
     if "name" not in entry:
-        raise ConfigError(
-            f"{where} has no name", remedy="docs/audit.md shows a recipe with its keys"
-        )
+        raise ConfigError(f"{where} has no name", remedy=_SHOWN)
     if ("embeddings" in entry) == ("synthetic" in entry):
         raise ConfigError(
             f"{where}: give embeddings (a file) or synthetic, one of the two",
-            remedy="docs/audit.md shows a recipe with its keys",
+            remedy=_SHOWN,
         )
     if "embeddings" in entry and not Path(str(entry["embeddings"])).is_file():
         raise ConfigError(

@@ -121,6 +121,10 @@ class EngineConfig:
     def _refused(self, name: str, limit: str) -> ConfigError:
         return _refused(f"engine.{name}", getattr(self, name), limit, getattr(type(self), name))
 
+    def compiles_on(self, device_type: str) -> bool:
+        """Layer templates are compiled on a device of this type."""
+        return device_type == "cuda" if self.compile is None else self.compile
+
     def activation_plan(self, num_layers: int, first: int = 0) -> tuple[Leaving, ...]:
         """What each layer that is sent whole leaves for its backward.
 

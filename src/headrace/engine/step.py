@@ -94,8 +94,8 @@ class Engine:
         cuda = self.device.type == "cuda"
         bfloat16 = state.dtype == "bfloat16" and cuda
         self.compute_dtype = torch.bfloat16 if bfloat16 else torch.float32
-        compile_layers = cuda if self.config.compile is None else self.config.compile
-        self._compiler = Compiler(self.config.compile_backend) if compile_layers else None
+        compiles = self.config.compiles_on(self.device.type)
+        self._compiler = Compiler(self.config.compile_backend) if compiles else None
         templates = Templates(
             spec,
             compiler=self._compiler,

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headrace.errors import CheckpointError, DamagedCheckpointError
+from headrace.folders import list_checkpoints
 from headrace.store.adapter_files import read_adapter
 from headrace.store.carried import CarriedTensors
 from headrace.store.digests import DIGESTS
@@ -28,7 +29,6 @@ from headrace.store.folders import (
     RECORD,
     find_problem,
     latest_checkpoint,
-    list_checkpoints,
     new_checkpoint,
     new_folder,
     prune_checkpoints,

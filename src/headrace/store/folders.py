@@ -12,12 +12,12 @@ import contextlib
 import json
 import logging
 import os
-import re
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from headrace.folders import list_checkpoints
 from headrace.store.digests import DIGESTS, Digests, digest, json_digest, write_digests
 from headrace.store.safetensors_io import sync_directory, write_json
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 1
 RECORD = "headrace.json"
 _RECORD_KINDS = {"step": int, "optimizer_step": int, "dtype": str, "trainer_state": dict}
-_NAME = re.compile(r"checkpoint-(\d+)")
 _logger = logging.getLogger(__name__)
 
 
@@ -101,19 +100,6 @@ def find_problem(path: Path) -> str | None:
     except DamagedCheckpointError as error:
         return error.message
     return digests.find_problem()
-
-
-def list_checkpoints(output_dir: str | Path) -> list[Path]:
-    """Folders named ``checkpoint-{step}``, by step, complete or not."""
-    output_dir = Path(output_dir)
-    if not output_dir.is_dir():
-        return []
-    found = [
-        (int(match[1]), path)
-        for path in output_dir.iterdir()
-        if (match := _NAME.fullmatch(path.name)) and path.is_dir()
-    ]
-    return [path for _, path in sorted(found)]
 
 
 def latest_checkpoint(output_dir: str | Path) -> Path | None:

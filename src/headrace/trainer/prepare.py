@@ -121,8 +121,7 @@ def prepare(config: TrainConfig, stack: ExitStack, say: Say, ranks: Ranks) -> Pr
     check_harness(config, tokenizer)
     spec = model_checks.take_apart(config, preflight.load_model_config(config, tokenizer))
     with ranks.main_first():  # it is remembered
-        compiles = config.engine.compile
-        _prove(spec, say, compiled=device.type == "cuda" if compiles is None else compiles)
+        _prove(spec, say, compiled=config.engine.compiles_on(device.type))
     model_checks.check_lengths(config, spec, tokenizer)
     model_checks.check_param_groups(config, spec)
     checkpoint = None
