@@ -24,8 +24,21 @@ class StopAt(TrainerCallback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def run(ranks, *, config, stop_at=None, seconds_a_save=0.0):
+class SavesAt(TrainerCallback):
+    """Asks for a save after a step's row, as callbacks that keep the best checkpoint do."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_log(self, args, state, control, **kwargs):
+        control.should_save = state.global_step == self.step
+
+
+def run(ranks, *, config, stop_at=None, save_at=None, seconds_a_save=0.0):
     """``train`` on every rank, perhaps with a slow disk; what it returned, in types of Python."""
+    callbacks = [
+        kind(step) for kind, step in ((StopAt, stop_at), (SavesAt, save_at)) if step is not None
+    ]
 
     def slowly(*arguments, **settings):
         time.sleep(seconds_a_save)
@@ -34,11 +47,11 @@ def run(ranks, *, config, stop_at=None, seconds_a_save=0.0):
     with pytest.MonkeyPatch.context() as patch:
         if seconds_a_save:
             patch.setattr("headrace.trainer.saving.write_checkpoint", slowly)
-        return _run(config, stop_at)
+        return _run(config, callbacks)
 
 
-def _run(config, stop_at):
-    result = train(config, callbacks=[] if stop_at is None else [StopAt(stop_at)])
+def _run(config, callbacks):
+    result = train(config, callbacks=callbacks)
     return vars(result) | {
         "output_dir": str(result.output_dir),
         "checkpoint": None if result.checkpoint is None else str(result.checkpoint),

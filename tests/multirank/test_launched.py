@@ -77,7 +77,7 @@ def started(tmp_path):
         processes.extend(
             subprocess.Popen(
                 [sys.executable, *command, *([only[1]] if only and only[0] == rank else [])],
-                env=os.environ | environment(rank, size, port),
+                env=os.environ | environment(rank, size, port) | {"PYTHONFAULTHANDLER": "1"},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -105,8 +105,15 @@ def wait_for_steps(folder, count, processes):
 
 
 def ends(processes):
-    """Exit codes and outputs."""
-    outputs = [process.communicate(timeout=PATIENCE)[0] for process in processes]
+    """Exit codes and outputs; of processes that do not end, where their threads stand."""
+    deadline = time.monotonic() + PATIENCE
+    outputs = []
+    for process in processes:
+        try:
+            outputs.append(process.communicate(timeout=max(0, deadline - time.monotonic()))[0])
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGABRT)
+            outputs.append(process.communicate(timeout=PATIENCE)[0])
     return [process.returncode for process in processes], outputs
 
 

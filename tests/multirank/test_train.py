@@ -256,3 +256,12 @@ def test_callbacks_of_the_main_rank_decide_for_all(crews, configs, tmp_path):
     assert ended[0]["num_tokens"] == alone.num_tokens
     rows, expected = map(read_rows_of, (ended[0]["output_dir"], alone.output_dir))
     assert rows[0]["loss"] == pytest.approx(expected[0]["loss"], rel=2e-5)
+
+
+def test_a_save_that_a_row_leads_to_is_of_all_ranks(crews, configs, tmp_path):
+    """Only the main rank's callback sees the row; a save needs what every rank holds."""
+    config = configs("run", RANKS)
+    ended = crews(RANKS).run(ranked_train.run, config=config, save_at=2, stop_at=3)
+    assert [(e["status"], e["step"]) for e in ended] == [("stopped", 3)] * RANKS
+    names = sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))
+    assert names == ["checkpoint-2", "checkpoint-3"]

@@ -222,7 +222,8 @@ class TrainingLoop:
             row |= self._evaluate()
         if row:
             self._emit(row)
-        if control.should_save:
+            self._callbacks.agree(self._ranks)
+        if self._callbacks.control.should_save:
             self._save()
 
     def _emit(self, row: dict[str, Any]) -> None:

@@ -43,11 +43,10 @@ class StopNow(KeyboardInterrupt):
 class StopRequest:
     """Set by the first signal while the context is entered.
 
-    Outside the main thread Python delivers no signals; there the request is only ever set by
-    :meth:`set`.
+    Outside the main thread Python delivers no signals; there nobody asks.
 
     Attributes:
-        signal: the signal that asked, or ``None``.
+        signal: for which all ranks stop, or ``None``; set by :meth:`agreed` alone.
     """
 
     def __init__(
@@ -63,9 +62,9 @@ class StopRequest:
         self.signal: signal.Signals | None = None
         self._requeue = requeue
         self._quiet = quiet
+        self._asked: signal.Signals | None = None  # of this process, at any moment
         self._asked_at = 0.0
         self._ranks = ranks if ranks is not None and ranks.size > 1 else None
-        self._signalled = False  # this process, not another rank
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
@@ -82,9 +81,6 @@ class StopRequest:
     ) -> None:
         self._restore()
 
-    def __bool__(self) -> bool:
-        return self.signal is not None
-
     @property
     def exit_code(self) -> int:
         """What the process should return."""
@@ -92,27 +88,20 @@ class StopRequest:
             return EXIT_OK
         return EXIT_REQUEUE if self._requeue else 128 + self.signal
 
-    def set(self, number: signal.Signals) -> None:
-        """Ask for a stop."""
-        if self.signal is None:
-            self._asked_at = time.monotonic()
-            self.signal = number
-
     def agreed(self) -> bool:
         """Whether any rank was asked to stop; all of them must look at the same points."""
-        if self._ranks is not None:
-            numbers = [int(row[0]) for row in self._ranks.table([self.signal or 0])]
-            if any(numbers):
-                self.signal = signal.Signals(next(filter(None, numbers)))
+        asked = self._asked or 0  # looked at once: a signal may come while ranks exchange it
+        numbers = [asked] if self._ranks is None else [n for (n,) in self._ranks.table([asked])]
+        if any(numbers):
+            self.signal = signal.Signals(int(next(filter(None, numbers))))
         return self.signal is not None
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        if not self._signalled and (self.signal is None or self._ranks is not None):
+        if self._asked is None:
             # Another rank may have been asked first: what comes here now is the same request.
             # The time first: the next signal may interrupt between any two of these lines.
             self._asked_at = time.monotonic()
-            self._signalled = True
-            self.signal = self.signal or signal.Signals(number)
+            self._asked = signal.Signals(number)
             if not self._quiet:
                 os.write(2, _TOLD.encode())  # nothing that could be waiting for a lock
         elif time.monotonic() - self._asked_at >= BURST_SECONDS:
