@@ -1,7 +1,7 @@
 """Writing a token store so that a stop at any moment loses little and damages nothing.
 
 Owns the files of a store that is being made. The invariant: ``journal.json`` names lengths of
-the files that are on the disk and a number of whole parts; whatever lies behind those lengths is
+the files that are on the disk at the end of a whole part; whatever lies behind those lengths is
 cut off before anything is appended. A finished folder appears under its name by one rename.
 One process writes; another that wants the same store waits.
 """
@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
@@ -64,6 +64,7 @@ class StoreWriter:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.counts = self._journal()
+        self._whole = replace(self.counts)  # at the end of the last part
         self._files: dict[str, IO[bytes]] = {}
         self._synced = time.monotonic()
         sizes = {
@@ -132,16 +133,18 @@ class StoreWriter:
     def part_done(self) -> None:
         """A part is whole; from time to time this becomes durable."""
         self.counts.parts += 1
+        self._whole = replace(self.counts)
         if time.monotonic() - self._synced >= _SYNC_SECONDS:
             self.sync()
 
     def sync(self) -> None:
-        """Make everything written so far durable, and go on from here after a stop."""
+        """Make the whole parts durable, at any moment, and go on from there after a stop."""
         for file in self._files.values():
-            file.flush()
-            os.fsync(file.fileno())
+            if not file.closed:
+                file.flush()
+                os.fsync(file.fileno())
         temporary = self.folder / ".journal"
-        temporary.write_text(json.dumps(asdict(self.counts)))
+        temporary.write_text(json.dumps(asdict(self._whole)))
         temporary.replace(self.folder / "journal.json")
         self._synced = time.monotonic()
 

@@ -1,15 +1,18 @@
 """Tokenising in several processes, in the order of one.
 
 Owns the processes. The invariant: chunks come out in the order of the parts whatever the number
-of workers, and no more than a few parts wait. Workers are spawned, never forked: a process that
-holds device memory or threads must not be copied.
+of workers, and no more than a few parts wait; a worker ends with the process that asked for it,
+however that one ends. Workers are spawned, never forked: a process that holds device memory or
+threads must not be copied.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
+import threading
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -22,6 +25,7 @@ from headrace.errors import DataError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from concurrent.futures import Future
+    from multiprocessing.connection import Connection
 
     from headrace.data.parts import Part
     from headrace.data.rows import TokenChunk
@@ -65,19 +69,31 @@ def encode_parts(
         for part in parts:
             yield list(encoder.encode(part))
         return
+    context = multiprocessing.get_context("spawn")
+    alive, wanted = context.Pipe(duplex=False)
     pool = ProcessPoolExecutor(
         min(num_workers, len(parts)),
-        mp_context=multiprocessing.get_context("spawn"),
+        mp_context=context,
         initializer=_start,
-        initargs=(source, tokenizer),
+        initargs=(source, tokenizer, alive),
     )
     waiting: deque[Future[list[TokenChunk]]] = deque()
     left = iter(parts)
+
+    def submit(count: int) -> None:
+        # This process answers Ctrl-C. A worker it starts inherits the mask, and has no other
+        # answer than a traceback while it imports.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            waiting.extend(pool.submit(_encode, part) for part in islice(left, count))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
     try:
-        waiting.extend(pool.submit(_encode, part) for part in islice(left, 2 * num_workers))
+        submit(2 * num_workers)
         while waiting:
             yield waiting.popleft().result()
-            waiting.extend(pool.submit(_encode, part) for part in islice(left, 1))
+            submit(1)
     except BrokenProcessPool as error:
         raise DataError(
             f"a process that tokenised dataset {source.label!r} died (killed from outside, most "
@@ -87,13 +103,25 @@ def encode_parts(
         ) from error
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
+        wanted.close()
+        alive.close()
 
 
-def _start(source: DatasetSource, tokenizer: Any) -> None:
+def _start(source: DatasetSource, tokenizer: Any, alive: Connection) -> None:
     global _encoder  # noqa: PLW0603 - a worker has one dataset
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent answers Ctrl-C
+    threading.Thread(target=_end_with, args=(alive,), daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread a worker
     _encoder = RowEncoder(source, tokenizer)
+
+
+def _end_with(alive: Connection) -> None:
+    """End this process once the one that asked for it is gone, or wants no more of it.
+
+    The queue of its work would not tell: workers themselves hold both ends.
+    """
+    with contextlib.suppress(EOFError, OSError):
+        alive.recv_bytes()
+    os._exit(1)
 
 
 def _encode(part: Part) -> list[TokenChunk]:

@@ -178,6 +178,76 @@ def test_a_worker_that_dies_keeps_the_parts(tmp_path, tokenizer, sentences, monk
     assert stored(store) == stored(tokenise(source, tokenizer, cache_dir=tmp_path / "other"))
 
 
+class Interrupted:
+    """Raises Ctrl-C at the n-th call of a method, before or after it is done."""
+
+    def __init__(self, method, calls, *, after=False):
+        self.method, self.left, self.after = method, calls, after
+
+    def __get__(self, writer, _kind):
+        def call(*arguments):
+            self.left -= 1
+            if self.left == 0 and not self.after:
+                raise KeyboardInterrupt
+            self.method(writer, *arguments)
+            if self.left == 0:
+                raise KeyboardInterrupt
+
+        return call
+
+
+@pytest.mark.parametrize(
+    ("method", "calls", "after"),
+    [("append", 4, False), ("append", 4, True), ("part_done", 2, False), ("close", 1, True)],
+    ids=["before a chunk", "within a part", "behind its last chunk", "at the end"],
+)
+def test_a_stop_at_any_moment_neither_loses_nor_repeats_a_row(
+    tmp_path, monkeypatch, method, calls, after
+):
+    """Parts of two chunks each; what a stop keeps is gone on with."""
+    rows = [{"input_ids": [n, n + 1]} for n in range(40)]
+    source = DatasetSource(path=str(write(tmp_path / "a.jsonl", rows)), type="tokens")
+    monkeypatch.setattr(
+        tokens_module, "plan_parts", lambda source: plan_parts(source, part_bytes=200)
+    )
+    monkeypatch.setattr("headrace.data.formats.CHUNK_ROWS", 4)
+    writer = tokens_module.StoreWriter
+    with monkeypatch.context() as patched:
+        patched.setattr(writer, method, Interrupted(getattr(writer, method), calls, after=after))
+        with pytest.raises(KeyboardInterrupt):
+            tokenise(source, None, cache_dir=tmp_path / "cache")
+    store = tokenise(source, None, cache_dir=tmp_path / "cache")
+    assert store.tokens.tolist() == [i for row in rows for i in row["input_ids"]]
+    assert store.num_documents == len(rows)
+
+
+WORKERS = """
+import sys
+from headrace.data.parts import plan_parts
+from headrace.data.sources import DatasetSource
+from headrace.data.workers import encode_parts
+if __name__ == "__main__":
+    source = DatasetSource(path=sys.argv[1], type="tokens")
+    chunks = encode_parts(plan_parts(source, part_bytes=50), source, None, 2)
+    next(chunks)
+    print("begun", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_workers_end_with_the_process_that_asked_for_them(tmp_path):
+    """Though it is killed: they hold its standard output, which ends with the last of them."""
+    path = write(tmp_path / "a.jsonl", [{"input_ids": [n]} for n in range(40)])
+    script = tmp_path / "script.py"
+    script.write_text(WORKERS)
+    with subprocess.Popen(
+        [sys.executable, script, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout.readline() == "begun\n"
+        child.kill()
+        assert child.communicate(timeout=30)[0] == ""
+
+
 CHILD = """
 import pathlib, sys, time
 from headrace.data import store_writer, tokens
