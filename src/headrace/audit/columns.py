@@ -7,9 +7,10 @@ name.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     import polars as pl
     from numpy.typing import NDArray
 
+# The year stands first, so day and month cannot be taken for each other.
+_YEAR_FIRST = re.compile(r"^(\d{4})([-/.])(\d{1,2})\2(\d{1,2})(?!\d)")
+_WEEK = re.compile(r"\d{4}-?W\d{2}")
 _MISSING = ("", "na", "n/a", "null", "none")
 _FLAGS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
@@ -37,6 +41,7 @@ def numbers(series: pl.Series, where: str, *, optional: bool = False) -> NDArray
     """
     import polars as pl  # noqa: PLC0415  # loaded by whoever made the series
 
+    series = _plain_text(series)
     kind = series.dtype
     if kind == pl.String:
         text = series.str.strip_chars()
@@ -105,6 +110,7 @@ def instants(series: pl.Series, where: str) -> tuple[NDArray[np.datetime64], str
     import polars as pl  # noqa: PLC0415  # as above
 
     zone = "none"
+    series = _plain_text(series)
     kind = series.dtype
     if kind == pl.String:
         series, zone = _parse(series, where)
@@ -134,8 +140,9 @@ def _parse(series: pl.Series, where: str) -> tuple[pl.Series, str]:
     import polars as pl  # noqa: PLC0415  # as above
 
     # A panel repeats few dates many times: each distinct text is read once.
-    moments = {text: _moment(text) for text in series.unique().drop_nulls().to_list()}
-    unread = [text for text, moment in moments.items() if moment is None]
+    texts = series.unique().drop_nulls().to_list()
+    moments = {text: moment for text in texts if (moment := read_moment(text)) is not None}
+    unread = [text for text in texts if text not in moments]
     _refuse(
         series.is_in(unread), series, f"{where} has text that is no date",
         remedy="write ISO text (2020-01-31, or 2020-01-31T15:00:00+09:00)",
@@ -150,18 +157,35 @@ def _parse(series: pl.Series, where: str) -> tuple[pl.Series, str]:
         raise DataError(
             f"{where} mixes time zones ({', '.join(kinds)}): "
             f"{name_rows(odd.fill_null(value=False).to_numpy())} differ from the rest",
-            remedy="write all times in one time zone, or as plain dates",
+            remedy="write all times with one offset (those of summer and winter time are two), "
+            "such as UTC, or as plain dates",
         )
     plain = {text: moment.replace(tzinfo=None) for text, moment in moments.items()}
     read = series.replace_strict(plain, default=None, return_dtype=pl.Datetime("us"))
     return read, kinds[0] if kinds else "none"
 
 
-def _moment(text: str) -> Any:
+def _plain_text(series: pl.Series) -> pl.Series:
+    """Categories, which other programs make of repeated text, as the text they stand for."""
+    import polars as pl  # noqa: PLC0415  # as above
+
+    listed = isinstance(series.dtype, (pl.Categorical, pl.Enum))
+    return series.cast(pl.String) if listed else series
+
+
+def read_moment(text: str) -> datetime | None:
+    """An instant of ISO text, or ``None``; dates may be written 2020/1/31, the year first."""
+    plain = _YEAR_FIRST.sub(_with_dashes, text.strip())
+    if _WEEK.fullmatch(plain):
+        return None  # would be its Monday
     try:
-        return datetime.fromisoformat(text.strip())
+        return datetime.fromisoformat(plain)
     except ValueError:
         return None
+
+
+def _with_dashes(found: re.Match[str]) -> str:
+    return f"{found[1]}-{int(found[3]):02}-{int(found[4]):02}"
 
 
 def _refuse(bad: pl.Series, series: pl.Series, what: str, *, remedy: str) -> None:

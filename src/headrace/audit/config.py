@@ -10,9 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from headrace.audit.columns import read_moment
 from headrace.errors import ConfigError
 
-_OFFSET = re.compile(r"T.*(Z|[+-]\d\d(:?\d\d)?)\s*$")
+_OFFSET = re.compile(r"\d[T ]\d.*(Z|[+-]\d\d(:?\d\d)?)$")
+_PERIOD = re.compile(r"\d{4}(-\d{2})?")
+_PLAIN = re.compile(r"[\d/.W-]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,25 +102,36 @@ class AuditConfig:
 def parse_date(text: str, what: str) -> np.datetime64:
     """ISO text as datetime64[us]; a plain date means the end of that day.
 
+    A month (2020-12) or a year means the end of it; 20201231 and 2020/12/31 are dates too.
+
     Raises:
         ConfigError: text that is no date.
     """
-    if _OFFSET.search(text):
+    stripped = text.strip()
+    if _OFFSET.search(stripped):
         raise ConfigError(
             f"{what} is {text!r}, with a time zone, and compared with the panel's dates as written",
             remedy="write it in the time zone of the panel's dates, without an offset",
         )
+    if _PERIOD.fullmatch(stripped):
+        return _end_of(stripped, what, text)
+    moment = read_moment(stripped)
+    if moment is None:
+        raise _no_date(what, text)
+    if _PLAIN.fullmatch(stripped):
+        return _end_of(moment.date().isoformat(), what, text)
+    return np.datetime64(moment, "us")
+
+
+def _end_of(period: str, what: str, text: str) -> np.datetime64:
+    """The last instant of a year, month or day."""
     try:
-        moment = np.datetime64(text.strip())
+        start = np.datetime64(period)
     except ValueError as error:
-        raise ConfigError(
-            f"{what} is {text!r}, which is no date", remedy="write it as 2020-12-31"
-        ) from error
-    unit = np.datetime_data(moment.dtype)[0]
-    if np.isnat(moment) or unit not in {"Y", "M", "D", "h", "m", "s", "ms", "us"}:
-        raise ConfigError(f"{what} is {text!r}, which is no date", remedy="write it as 2020-12-31")
-    exact: np.datetime64 = moment.astype("datetime64[us]")
-    if unit in {"Y", "M", "D"}:
-        # "2020", "2020-12" and "2020-12-31" all mean everything up to the end of it.
-        exact = (moment + 1).astype("datetime64[us]") - np.timedelta64(1, "us")
-    return exact
+        raise _no_date(what, text) from error
+    last: np.datetime64 = (start + 1).astype("datetime64[us]") - np.timedelta64(1, "us")
+    return last
+
+
+def _no_date(what: str, text: str) -> ConfigError:
+    return ConfigError(f"{what} is {text!r}, which is no date", remedy="write it as 2020-12-31")

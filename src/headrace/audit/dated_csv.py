@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from headrace.audit.columns import instants
 from headrace.audit.csv_files import read_csv
+from headrace.audit.panel import name_rows
 from headrace.errors import DataError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import polars as pl
+    from numpy.typing import NDArray
 
 
 def read_columns(path: Path, columns: tuple[str, ...], *, what: str) -> pl.DataFrame:
@@ -29,18 +34,19 @@ def read_columns(path: Path, columns: tuple[str, ...], *, what: str) -> pl.DataF
     return frame
 
 
-def parse_dates(path: Path, column: pl.Series, *, length: int | None = None) -> pl.Series:
+def parse_dates(
+    path: Path, column: pl.Series, *, length: int | None = None
+) -> NDArray[np.datetime64]:
     """The dates that a column of the file at ``path`` holds, of its first ``length`` characters.
 
     Raises:
-        DataError: one is no date.
+        DataError: one is missing, is no date, or could be two; rows are named.
     """
-    import polars as pl  # noqa: PLC0415  # as above
+    import polars as pl  # noqa: PLC0415  # loaded by whoever made the column
 
-    try:
-        return column.cast(pl.String).str.slice(0, length).str.to_date()
-    except pl.exceptions.PolarsError as error:
-        raise DataError(
-            f"{path}: column 'date' holds text that is no date ({error})",
-            remedy="write dates as YYYY-MM-DD",
-        ) from error
+    where = f"{path}: column {column.name!r}"
+    dates, _ = instants(column.cast(pl.String).str.slice(0, length), where)
+    missing = np.isnat(dates)
+    if missing.any():
+        raise DataError(f"{where} is empty in {name_rows(missing)}", remedy="drop these rows")
+    return dates

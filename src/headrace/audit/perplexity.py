@@ -89,7 +89,7 @@ def read_losses(path: Path, *, stack: str) -> tuple[PerplexityRecord, ...]:
         DataError: the file or a column is missing, or a value is none.
     """
     frame = read_columns(path, ("date", "loss_sum", "num_tokens"), what="document losses")
-    dates = parse_dates(path, frame["date"], length=10).to_numpy()
+    dates = parse_dates(path, frame["date"], length=10)
     return losses_by_month(
         dates,
         numbers(frame["loss_sum"], f"{path}: column 'loss_sum'"),

@@ -76,12 +76,12 @@ def read_answers(path: Path) -> RecallAnswers:
         DataError: the file or a column is missing, or a value is none.
     """
     frame = read_columns(path, ("date", "stated", "true"), what="recall answers")
-    frame = frame.sort("date")
-    date = parse_dates(path, frame["date"]).to_numpy().astype("datetime64[us]")
+    date = parse_dates(path, frame["date"])
+    order = np.argsort(date, kind="stable")
     return RecallAnswers(
-        date=date,
-        stated=numbers(frame["stated"], f"{path}: column 'stated'"),
-        true=numbers(frame["true"], f"{path}: column 'true'"),
+        date=date[order],
+        stated=numbers(frame["stated"], f"{path}: column 'stated'")[order],
+        true=numbers(frame["true"], f"{path}: column 'true'")[order],
     )
 
 

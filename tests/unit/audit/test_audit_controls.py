@@ -86,6 +86,10 @@ def test_answers_that_cannot_be_scored_are_refused(days, tmp_path):
     (tmp_path / "c.csv").write_text("date,stated,true\n2020-01-02,1,2\n2020-01-03,up,4\n")
     with pytest.raises(DataError, match=r"'stated'.*row 1"):
         read_answers(tmp_path / "c.csv")
+    # The third of April and the fourth of March are written alike.
+    (tmp_path / "d.csv").write_text("date,stated,true\n2020-01-02,1,2\n03/04/2020,3,4\n")
+    with pytest.raises(DataError, match=r"'date'.*row 1"):
+        read_answers(tmp_path / "d.csv")
     (tmp_path / "b.csv").write_text("date,stated,true\n2020-01-02,1,2\n2020-01-01,3,4\n")
     np.testing.assert_array_equal(read_answers(tmp_path / "b.csv").stated, [3, 1])
 
@@ -161,6 +165,9 @@ def test_losses_that_are_none_are_refused(tmp_path):
     (tmp_path / "b.csv").write_text("date,loss_sum,num_tokens\n2020-01-03,4.0,\n")
     with pytest.raises(DataError, match="document 0"):
         read_losses(tmp_path / "b.csv", stack="s")
+    (tmp_path / "c.csv").write_text("date,loss_sum,num_tokens\n2020-01-03,4.0,2\n,9,3\n")
+    with pytest.raises(DataError, match="'date' is empty in row 1"):
+        read_losses(tmp_path / "c.csv", stack="s")
     (tmp_path / "a.csv").write_text("date,loss_sum,num_tokens\n2020-01-03,4.0,2\n2020-02-01,9,3\n")
     months = read_losses(tmp_path / "a.csv", stack="s")
     assert [(m.month, m.loss.value) for m in months] == [("2020-01", 2.0), ("2020-02", 3.0)]
