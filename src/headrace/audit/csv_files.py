@@ -77,7 +77,17 @@ def read_csv(path: Path, *, what: str, text: Sequence[str] = ()) -> pl.DataFrame
         raise DataError(
             f"{path} has more than one column {first!r}", remedy="name each column once"
         )
-    return frame.rename({name: name.strip() for name in frame.columns})
+    return _without_tail(frame).rename({name: name.strip() for name in frame.columns})
+
+
+def _without_tail(frame: pl.DataFrame) -> pl.DataFrame:
+    """The rows up to the last that holds anything: spreadsheets end files with empty lines."""
+    import polars as pl  # noqa: PLC0415  # as above
+
+    if frame.width == 0:
+        return frame
+    filled = frame.select(pl.any_horizontal(pl.all().is_not_null()).alias("filled"))["filled"]
+    return frame[: len(frame) - int(filled.reverse().arg_max() or 0)] if filled.any() else frame[:0]
 
 
 def _header(path: Path) -> str:

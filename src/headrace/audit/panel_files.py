@@ -4,7 +4,8 @@ Owns the columns of the generic panel file: ``entity, date, label_start, label_e
 optional ``prompt`` (text) and ``embedded`` (boolean: the rows that have an embedding, all where
 the column is absent), and any number of numeric features. Every other column is refused by
 name, but for row indices that other programs write beside a table, which are left out and noted.
-Dates may be dates, times, ISO text or numbers such as 20200131, but all of one time zone.
+Dates may be dates, times, ISO text or numbers such as 20200131, but all of one time zone; a label
+that ends on a plain date lasts to the end of it. Names of entities lose the spaces around them.
 """
 
 from __future__ import annotations
@@ -102,8 +103,19 @@ def panel_from_frame(frame: pl.DataFrame, *, name: str = "panel") -> Panel:
     if "embedded" in frame.columns:
         embedded = flags(frame["embedded"], where("embedded"))
     times = _times(frame, name)
+    notes = [
+        f"Column {column!r} is a row index that another program wrote: it is no feature."
+        for column in indices
+    ]
+    if _is_days(times["label_end"]) and not _is_days(times["date"]):
+        # As cutoffs are read: a plain date means all of it.
+        times["label_end"] = times["label_end"] + np.timedelta64(1, "D") - np.timedelta64(1, "us")
+        notes.append(
+            "Column 'date' has times of day and 'label_end' has none: labels last to the end of "
+            "their day."
+        )
     return make_panel(
-        entity=np.array(entity, dtype=np.str_),
+        entity=np.char.strip(np.array(entity, dtype=np.str_)),
         date=times["date"],
         label_start=times["label_start"],
         label_end=times["label_end"],
@@ -113,11 +125,13 @@ def panel_from_frame(frame: pl.DataFrame, *, name: str = "panel") -> Panel:
         embedded=embedded,
         prompts=prompts,
         name=name,
-        notes=[
-            f"Column {column!r} is a row index that another program wrote: it is no feature."
-            for column in indices
-        ],
+        notes=notes,
     )
+
+
+def _is_days(instants: NDArray[np.datetime64]) -> bool:
+    """Whether none has a time of day."""
+    return bool((instants == instants.astype("datetime64[D]")).all())
 
 
 def _times(frame: pl.DataFrame, name: str) -> dict[str, NDArray[np.datetime64]]:

@@ -151,6 +151,9 @@ SPELLINGS = {
     "spaces after commas": plain_csv().replace(",", ", ").encode(),
     "dates as numbers": NUMBERED.write_csv().encode(),
     "gzip": gzip.compress(plain_csv().encode()),
+    "slashes, the year first": re.sub(r"2020-01-0(\d)", r"2020/1/\1", plain_csv()).encode(),
+    "empty lines at the end": (plain_csv() + "\n,,,,,\n\n").encode(),
+    "spaces after names": re.sub("^a,", "a ,", plain_csv(), flags=re.MULTILINE).encode(),
     "index column": "\n".join(
         f"{k - 1 if k else ''},{line}" for k, line in enumerate(plain_csv().strip().split("\n"))
     ).encode(),
@@ -173,6 +176,8 @@ def test_the_same_panel_is_read_however_the_file_spells_it(tmp_path, spelling):
         pl.col("entity").replace_strict({"a": 7, "b": 8}),
         pl.col("entity") + "株式🎉é",
         pl.col("date").cast(pl.Datetime("ns")),
+        pl.col("date").cast(pl.String).cast(pl.Categorical),
+        pl.col("size").cast(pl.String).cast(pl.Categorical),
         pl.col("size").cast(pl.Decimal(20, 4)),
         (pl.col("size") > 3).alias("class"),
     ],
@@ -212,6 +217,22 @@ def test_files_that_are_no_csv_are_refused_with_a_remedy(tmp_path, content):
     with pytest.raises(DataError, match=r"panel\.csv") as caught:
         read_panel(tmp_path / "panel.csv")
     assert caught.value.remedy
+
+
+@pytest.mark.parametrize("text", ["03/04/2020", "3.4.2020", "2020-W14", "2020-04", "now", "2020"])
+def test_text_that_could_be_two_dates_is_refused_by_row(text):
+    dates = pl.when(at_3).then(pl.lit(text)).otherwise(pl.col("date").cast(pl.String))
+    with pytest.raises(DataError, match=f"'{text}'\\) in row 3"):
+        panel_from_frame(bad(date=dates))
+
+
+def test_a_label_that_ends_on_a_plain_date_lasts_to_its_end():
+    afternoon = pl.col("date").cast(pl.Datetime("us")) + pl.duration(hours=15)
+    panel = panel_from_frame(bad(date=afternoon))
+    assert panel.label_end[0] == np.datetime64("2020-01-02T23:59:59.999999")
+    assert "labels last to the end of their day" in panel.notes[0]
+    exact = afternoon + pl.duration(days=1)
+    assert panel_from_frame(bad(date=afternoon, label_end=exact)).notes == ()
 
 
 @pytest.mark.parametrize("horizon", [1, 3])
