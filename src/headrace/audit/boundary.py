@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 # Two entities without their mean are one series, mirrored: what they add to the contrast cancels,
 # and their sums show no error. Three and four are told from it, by t with 2 and 3 degrees.
 MIN_CLUSTERS = 3
+# Of the other side's spread: what is left of a constant when means of dates are taken from it.
+_ROUNDING = 1e-12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +83,24 @@ class Contrast:
         """The contrast that would have been significant at ``level`` with ``power``."""
         quantiles = stats.t.ppf(1 - level, self.contrast.df) + stats.t.ppf(power, self.contrast.df)
         return float(quantiles * self.contrast.se)
+
+
+def two_sides(
+    target: Array, session: NDArray[np.integer], cutoff_session: int, gap: int
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Rows before and after a cutoff, ``gap`` sessions left out on each side of it.
+
+    Raises:
+        DataError: a target that does not vary on a side, such as one that was filled in there.
+    """
+    sides = (session < cutoff_session - gap, session >= cutoff_session + gap)
+    spreads = [float(np.ptp(target[side])) if side.any() else 0.0 for side in sides]
+    if min(spreads) <= _ROUNDING * max(spreads):
+        raise DataError(
+            "the target does not vary on one side of the cutoff",
+            remedy="give a panel whose targets vary on both sides, or leave the cutoff out",
+        )
+    return sides
 
 
 def side_gain(
@@ -128,12 +148,7 @@ def contrast(
         DataError: fewer than 5 blocks on a side or 10 together, or a target that does not vary
             on a side.
     """
-    sides = (session < cutoff_session - gap, session >= cutoff_session + gap)
-    if min(float(np.ptp(target[side])) if side.any() else 0.0 for side in sides) == 0.0:
-        raise DataError(
-            "the target does not vary on one side of the cutoff",
-            remedy="give a panel whose targets vary on both sides, or leave the cutoff out",
-        )
+    sides = two_sides(target, session, cutoff_session, gap)
     gains = [
         side_gain(gain[side], target[side], session[side], length, min_blocks=MIN_BLOCKS_A_SIDE)
         for side in sides

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from headrace.audit import limits, tables
-from headrace.audit.boundary import MIN_CLUSTERS, Contrast, contrast
+from headrace.audit.boundary import MIN_CLUSTERS, Contrast, contrast, two_sides
 from headrace.audit.config import parse_date
 from headrace.audit.records import (
     ContaminationRecord,
@@ -94,8 +94,10 @@ def channel_contrast(
     Raises:
         DataError: too few blocks, or a target that does not vary on a side.
     """
-    view = layout.views[channel]
+    view, panel, gap = layout.views[channel], layout.panel, layout.config.gap_sessions
     target, length = view.target, layout.length
+    # Of a target without variance, what the features were taken out of is their mirror.
+    two_sides(panel.y, panel.session, cutoff_session, gap)
     first = view.unit == view.unit[0]
     if channel == "common" or len(np.unique(view.unit)) < MIN_CLUSTERS:
         # What persists from date to date is a label that overlaps, whatever its interval says. The
@@ -106,7 +108,7 @@ def channel_contrast(
         target=target,
         session=view.session,
         cutoff_session=cutoff_session,
-        gap=layout.config.gap_sessions,
+        gap=gap,
         length=length,
         total_variance=tables.total_variance(layout),
         entity=view.unit if channel == "entity" else None,

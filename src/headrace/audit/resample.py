@@ -85,6 +85,9 @@ def date_block_ratio(
         length: sessions a block; the last block takes the remainder.
         min_blocks: for an error.
 
+    Returns:
+        NaN where the denominator is 0 in sum.
+
     Raises:
         DataError: no rows.
     """
@@ -97,6 +100,11 @@ def date_block_ratio(
     above = np.bincount(block, numerator, num_blocks)[filled]
     below = np.bincount(block, denominator, num_blocks)[filled]
     count = len(above)
+    if below.sum() == 0.0:
+        # A target that does not vary: there is no ratio, and that is no reason to stop.
+        return Estimate(
+            value=np.nan, se=np.nan, df=float(count - 1), num_blocks=count, n=len(numerator)
+        )
     ratio = above.sum() / below.sum()
     residual = above - ratio * below
     se = np.nan
