@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from headrace.audit.channels import common_view, entity_rows, entity_view
-from headrace.audit.measure import Layout, Measurement, num_usable_blocks
+from headrace.audit.measure import Layout, Measurement, label_length, num_usable_blocks
+from headrace.audit.oddities import day_of, lone_instants
 from headrace.audit.records import PanelRecord
-from headrace.audit.resample import MIN_BLOCKS
+from headrace.audit.resample import MIN_BLOCKS, block_length
 from headrace.audit.tables import total_variance
 
 if TYPE_CHECKING:
@@ -35,29 +36,40 @@ _LASTING = 0.02  # correlation below which there is nothing to speak of
 
 def hopeless(panel: Panel, config: AuditConfig) -> tuple[str, ...]:
     """Why nothing at all can be said; empty where something can."""
-    common = len(np.unique(panel.session[panel.embedded_rows]))
+    lone = lone_instants(panel)
+    sessions = panel.session[panel.embedded_rows]
+    common = len(np.unique(day_of(panel.sessions[sessions]) if lone else sessions))
     entity = len(np.unique(panel.session[entity_rows(panel)]))
     reasons = []
     if common < config.min_dates_common and entity < config.min_dates_entity:
         reasons.append(
-            f"{common} dates have an embedding and {entity} have at least two: "
-            f"{config.min_dates_common} are needed to test what entities do together, "
+            f"{common} {'days' if lone else 'dates'} have an embedding and {entity} have at least "
+            f"two: {config.min_dates_common} are needed to test what entities do together, "
             f"{config.min_dates_entity} to test how they differ."
         )
     if num_usable_blocks(panel) < MIN_BLOCKS:
+        label = label_length(panel)
+        cause = f", five times the longest label of {label}" if label > 1 else ""
         reasons.append(
-            f"The dates make {num_usable_blocks(panel)} blocks; at least {MIN_BLOCKS} are needed."
+            f"The dates make {num_usable_blocks(panel)} blocks of {block_length(label)} sessions"
+            f"{cause}; at least {MIN_BLOCKS} are needed."
         )
     return tuple(reasons)
 
 
 def sides(panel: Panel, cutoff_session: int | None) -> tuple[int, int]:
-    """Sessions with an embedded row before and after a cutoff; (0, 0) without one."""
+    """Sessions with an embedded row before and after a cutoff; (0, 0) without one.
+
+    Days, where sessions are instants of single events: a day's events are no independent draws.
+    """
     if cutoff_session is None:
         return 0, 0
     sessions = np.unique(panel.session[panel.embedded_rows])
-    before = int(np.count_nonzero(sessions < cutoff_session))
-    return before, len(sessions) - before
+    parts = [sessions[sessions < cutoff_session], sessions[sessions >= cutoff_session]]
+    if lone_instants(panel):
+        days = [len(np.unique(day_of(panel.sessions[part]))) for part in parts]
+        return days[0], days[1]
+    return len(parts[0]), len(parts[1])
 
 
 def too_few_shifts(layout: Layout) -> str:

@@ -16,6 +16,7 @@ import numpy as np
 from headrace.audit import folds
 from headrace.audit.channels import channel_book, common_view, entity_rows, entity_view, level_view
 from headrace.audit.config import parse_date
+from headrace.audit.panel import iso, name_rows
 from headrace.audit.premium import Arm, Premium, evaluation_leakage, premium, run_arms
 from headrace.audit.records import CHANNELS
 from headrace.audit.resample import (
@@ -151,6 +152,23 @@ def _in_a_safe_unit(panel: Panel) -> Panel:
     return replace(panel, y=np.ldexp(panel.y, -exponent))
 
 
+def _check_reach(panel: Panel) -> None:
+    """Refuse labels that no other date could be purged against, such as those of 9999-12-31.
+
+    Raises:
+        DataError: naming their rows.
+    """
+    last = panel.sessions[-1]
+    endless = panel.label_end - last > last - panel.sessions[0]
+    if endless.any():
+        raise DataError(
+            f"the label ends on {iso(panel.label_end.max())}, further after the last date "
+            f"({iso(last)}) than all dates span, in {name_rows(endless)}: no other date could be "
+            "trained on",
+            remedy="write the last instant that the label covers, or drop rows whose label is open",
+        )
+
+
 def build_layout(panel: Panel, config: AuditConfig) -> Layout:
     """Plan an audit.
 
@@ -163,6 +181,7 @@ def build_layout(panel: Panel, config: AuditConfig) -> Layout:
             f"{MIN_BLOCKS} are needed",
             remedy="a panel of more dates",
         )
+    _check_reach(panel)
     panel = _in_a_safe_unit(panel)
     refusal = shift_refusal(panel)
     rng = np.random.default_rng(config.seed)

@@ -15,6 +15,7 @@ from headrace.audit.combine import reduction_record, slope_figures
 from headrace.audit.conclude import AuditedModel, choose_reference, hopeless_record, judge_all
 from headrace.audit.config import AuditConfig, parse_date
 from headrace.audit.measure import Layout, Measurement, build_layout, measure, project
+from headrace.audit.oddities import odd_vectors, oddities
 from headrace.audit.positive import positive_control
 from headrace.audit.published_defects import (
     PublishedOptions,
@@ -104,9 +105,11 @@ def run_audit(
 
     measured_twins = _measure_twins(twin_sources, panel, config, layout, say)
     models: list[AuditedModel] = []
+    odd: list[str] = []
     published_runs: dict[str, tuple[PublishedScores, PublishedRecord]] = {}
     for name, source in sources.items():
         values, embedding = load(name, source, panel)
+        odd += odd_vectors(name, values, panel)
         measured = None
         if layout is not None:
             say(f"model {name}")
@@ -142,7 +145,12 @@ def run_audit(
         say("positive control")
         controls = _controls(models, measured_twins, twin_sources, layout, reference)
     say("verdicts")
-    warnings = [*panel.notes, *_other_panels({**sources, **twin_sources}, panel)]
+    warnings = [
+        *panel.notes,
+        *oddities(panel),
+        *odd,
+        *_other_panels({**sources, **twin_sources}, panel),
+    ]
     if layout is None:
         records = tuple(hopeless_record(model, hopeless, config) for model in models)
         compared: tuple[ReductionRecord, ...] = ()

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 Loader = Callable[[NDArray[np.intp]], NDArray[np.floating]]
 UNKNOWN_STACK = {"stack": "not stated"}
+_NPY = b"\x93NUMPY"
+_LARGEST = 1e100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,18 +154,27 @@ def load_vectors(name: str, source: EmbeddingSource, panel: Panel) -> NDArray[np
         )
     finite = np.isfinite(values).all(axis=1)
     if not finite.all():
-        bad = np.zeros(panel.num_rows, dtype=bool)
-        bad[rows[~finite]] = True
         raise DataError(
-            f"embedding {name!r} is missing or infinite in panel {name_rows(bad)}",
-            remedy="embed these rows again, or drop them from the panel",
+            f"embedding {name!r} is missing or infinite in panel {_panel_rows(~finite, panel)}",
+            remedy="embed these rows again, or mark them false in a column 'embedded' of the panel",
         )
+    size = float(np.maximum(values.max(), -values.min()))
+    if size > _LARGEST:
+        # Squares of huge numbers are none. A power of two rounds nothing.
+        values = np.ldexp(values, -int(np.frexp(size)[1]))
     if (values.max(axis=0) == values.min(axis=0)).all():
         raise DataError(
             f"embedding {name!r} is the same vector in all {len(rows)} rows",
             remedy="check that prompts differ and that the last real token is pooled, not padding",
         )
     return values
+
+
+def _panel_rows(chosen: NDArray[np.bool_], panel: Panel) -> str:
+    """Words for embedded rows, as the panel counts them."""
+    rows = np.zeros(panel.num_rows, dtype=bool)
+    rows[panel.embedded_rows[chosen]] = True
+    return name_rows(rows)
 
 
 def _row_count(name: str, count: int, panel: Panel) -> str:
@@ -192,17 +203,21 @@ def _read(name: str, path: Path) -> NDArray[np.floating]:
     if path.suffix.lower() == ".parquet":
         return read_vectors(path)
     with path.open("rb") as file:
-        zipped = file.read(2) == b"PK"
-    if zipped:
+        start = file.read(len(_NPY))
+    if start != _NPY:
+        kind = ", but a zip, such as .npz and .pt files" if start.startswith(b"PK") else ""
         raise DataError(
-            f"embedding {name!r}: {path} is a zip of several arrays; an .npy file holds one",
-            remedy="write each model's array with numpy.save, and name each with --embeddings",
+            f"embedding {name!r}: {path} is no array that numpy.save wrote{kind} (it starts with "
+            f"{start!r})",
+            remedy="read it with what wrote it, and save one array (rows, dimensions) a model: "
+            "numpy.save(FILE, vectors)",
         )
     try:
         values: NDArray[np.floating] = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
         raise DataError(
-            f"embedding {name!r}: {path} is not an .npy array ({error})",
-            remedy="write it with numpy.save, without objects",
+            f"embedding {name!r}: {path} cannot be read as an .npy array: {error}",
+            remedy="write it again: numpy.save(FILE, vectors.astype(numpy.float32)); an array of "
+            "objects becomes one of numbers by numpy.stack(list(vectors)).astype(numpy.float32)",
         ) from error
     return values

@@ -149,8 +149,9 @@ def judge(evidence: Evidence) -> Judgement:
             cautions=tuple(cautions),
         )
     if not evidence.skill_p:
-        reasons = tuple(f"{channel} channel: {why}" for channel, why in evidence.untested.items())
-        return Judgement(verdict="too_little_data", summary=reasons, cautions=tuple(cautions))
+        reasons = tuple(_untested(evidence))
+        rest = tuple(caution for caution in cautions if caution not in reasons)
+        return Judgement(verdict="too_little_data", summary=reasons, cautions=rest)
     seen = ", ".join(
         f"{share:.2g} in the {channel} channel"
         for channel, share in evidence.skill_detectable.items()
@@ -277,8 +278,14 @@ def _skill(evidence: Evidence, skilled: tuple[Channel, ...], cautions: list[str]
             for channel in evidence.contrast_p
             if evidence.contrast_detectable[channel] > 0
         )
+        fallen = any(p <= evidence.level for p in evidence.contrast_p.values())
         sentences.append(
-            "It does so after its cutoff as before: no sign of the future."
+            (
+                "It does so less after its cutoff than before, though not so that it is called "
+                "knowledge of the future: the cautions say why."
+                if fallen
+                else "It does so after its cutoff as before: no sign of the future."
+            )
             + (
                 " A fall at the cutoff of this share of the target's variance would have been "
                 f"seen: {seen}."
@@ -302,10 +309,14 @@ def _skill(evidence: Evidence, skilled: tuple[Channel, ...], cautions: list[str]
     )
 
 
-def _cautions(evidence: Evidence) -> list[str]:
-    cautions = [
+def _untested(evidence: Evidence) -> list[str]:
+    return [
         f"The {channel} channel is untested: {why}." for channel, why in evidence.untested.items()
     ]
+
+
+def _cautions(evidence: Evidence) -> list[str]:
+    cautions = _untested(evidence)
     cautions += [
         f"The {channel} channel has no contrast at the cutoff: {why}."
         for channel, why in evidence.contrast_failed.items()

@@ -144,7 +144,9 @@ def audit(
     for what, figure in result.slope.items():
         print(f"change a year of knowledge cutoff, {what}: {figure.written()}")
     for control in result.controls:
-        found = "was found" if control.detected else "was NOT found"
+        found = "was found"
+        if not control.detected:
+            found = "was NOT found: that none was found in a model says nothing of such leaks"
         print(
             f"positive control at {control.cutoff}: a planted leak of {control.planted_share:g} "
             f"a channel {found}"

@@ -15,6 +15,7 @@ from headrace.audit import (
     run_audit,
     to_dict,
 )
+from headrace.audit.config import parse_date
 from headrace.errors import ConfigError, DataError
 
 
@@ -249,6 +250,12 @@ def test_the_layout_of_a_file_changes_no_figure(clean, quick, tmp_path, change):
         ({"embeddings": {}}, "no embeddings"),
         ({"cutoffs": {"other": "2020-01-01"}}, "'other', which has no embeddings"),
         ({"cutoffs": {"m": "soon"}}, "which is no date"),
+        ({"cutoffs": {"m": "now"}}, "which is no date"),
+        ({"cutoffs": {"m": "today"}}, "which is no date"),
+        ({"cutoffs": {"m": "2020-W10"}}, "which is no date"),
+        ({"cutoffs": {"m": "20201340"}}, "which is no date"),
+        ({"cutoffs": {"m": "03/04/2020"}}, "which is no date"),
+        ({"cutoffs": {"m": "2020-01-01 09:00+09:00"}}, "with a time zone"),
         ({"cutoffs": {"m": "2020-01-01T09:00:00+09:00"}}, "with a time zone"),
         ({"cutoffs": {"m": "2020-01-01T09:00Z"}}, "with a time zone"),
         ({"reference": "other"}, "reference 'other'"),
@@ -280,6 +287,23 @@ def test_embeddings_of_different_stacks_are_compared_only_when_forced(clean, qui
     forced = run_audit(clean.panel, sources, config=replace(quick, allow_mixed_stacks=True))
     assert forced.mixed_stacks
     assert any("different stacks" in warning for warning in forced.warnings)
+
+
+@pytest.mark.parametrize(
+    ("text", "last"),
+    [
+        ("20200630", "2020-06-30T23:59:59.999999"),
+        ("2020/6/30", "2020-06-30T23:59:59.999999"),
+        (" 2020-06-30", "2020-06-30T23:59:59.999999"),
+        ("2020-06", "2020-06-30T23:59:59.999999"),
+        ("2020", "2020-12-31T23:59:59.999999"),
+        ("2020-06-30 15:00", "2020-06-30T15:00"),
+        ("2020-06-30T15", "2020-06-30T15:00"),
+    ],
+)
+def test_a_cutoff_is_the_end_of_what_it_names(text, last):
+    """20200630 once was a year, which no panel reaches: every model was ``not_identified``."""
+    assert parse_date(text, "cutoff") == np.datetime64(last)
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,12 @@ def test_skill_without_a_fall_says_no_sign_of_the_future():
     assert "cannot know one" in " ".join(judge(before_nothing).summary)
 
 
+def test_a_reason_is_given_once():
+    judgement = judge(replace(NOTHING, skill_p={}, untested={"common": "90 dates"}))
+    assert judgement.summary == ("The common channel is untested: 90 dates.",)
+    assert judgement.cautions == ()
+
+
 def test_less_wrong_is_not_right():
     words = judge(replace(NOTHING, r2_negative=True)).cautions
     assert any("less wrong, not right" in caution for caution in words)
@@ -95,6 +101,7 @@ def test_a_significant_trifle_is_no_claim():
     judgement = judge(trifle)
     assert judgement.verdict == "skill"
     assert any("less than 0.002" in caution for caution in judgement.cautions)
+    assert not any("no sign of the future" in sentence for sentence in judgement.summary)
     assert judge(replace(trifle, skill_p={"common": 0.9})).verdict == "no_detectable_skill"
 
 
