@@ -40,6 +40,11 @@ def hold_out(stores: Sequence[TokenStore], size: float, seed: int) -> list[tuple
         ConfigError: nothing is left to train on.
     """
     total = sum(store.num_documents for store in stores)
+    if size >= max(total, 1):
+        raise ConfigError(
+            f"val_set_size is {size:g}, of {total} documents in all, and none is left to train on",
+            remedy="lower it, or give eval_datasets",
+        )
     share = size if size < 1 else size / total
     found = []
     for number, store in enumerate(stores):

@@ -23,6 +23,11 @@ _SIZES = (
     "head_dim",
     "max_position_embeddings",
 )
+# The most of each, and why.
+_LIMITS = {
+    "num_hidden_layers": (10_000, "above any model's"),
+    "vocab_size": (2**31, "what the int32 that tokens are stored in can number"),
+}
 
 
 def check_sizes(config: Any) -> None:
@@ -36,6 +41,13 @@ def check_sizes(config: Any) -> None:
         if isinstance(size, int) and size < 1:
             raise ConfigError(
                 f"the model's {name} is {size}; it must be at least 1",
+                remedy=f"correct {name} in its configuration",
+            )
+    for name, (most, why) in _LIMITS.items():
+        size = value_of(config, name)
+        if isinstance(size, int) and size > most:
+            raise ConfigError(
+                f"the model's {name} is {size:,}; the limit is {most:,}, {why}",
                 remedy=f"correct {name} in its configuration",
             )
     heads = value_of(config, "num_attention_heads")

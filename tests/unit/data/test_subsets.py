@@ -71,6 +71,8 @@ def test_what_is_held_out_is_not_trained_on(store):
         hold_out([store], 7, seed=1)[0][1].tolist() != hold_out([store], 7, seed=2)[0][1].tolist()
     )
     with pytest.raises(ConfigError, match="none is left to train on"):
+        hold_out([store], 0.99, seed=1)
+    with pytest.raises(ConfigError, match="20, of 20 documents in all, and none is left"):
         hold_out([store], 20, seed=1)
 
 

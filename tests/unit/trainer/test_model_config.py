@@ -35,6 +35,8 @@ BAD_SIZES = [
     ({"intermediate_size": 0}, "intermediate_size is 0"),
     ({"vocab_size": 0}, "vocab_size is 0"),
     ({"num_key_value_heads": 3}, "do not divide"),
+    ({"vocab_size": 10**12}, "vocab_size is 1,000,000,000,000; the limit is 2,147,483,648"),
+    ({"num_hidden_layers": 20_000}, "num_hidden_layers is 20,000; the limit is 10,000"),
     ({"rms_norm_eps": float("nan")}, "rms_norm_eps is no number"),
     ({"rope_parameters": {"rope_type": "default", "rope_theta": float("nan")}}, "rope_theta is no"),
 ]
