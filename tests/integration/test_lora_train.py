@@ -91,6 +91,51 @@ def test_a_stopped_run_ends_with_the_same_bits(lora, tmp_path):
         assert all(torch.equal(one[name], other[name]) for name in one), file
 
 
+def test_adapters_on_experts_are_saved_resumed_merged_and_gone_on_from(
+    run_config, tiny_model, make_config, tmp_path
+):
+    """One adapter an expert, in PEFT's format; the merged model has experts as they are written."""
+    model = tiny_model(
+        "qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, tied=False
+    )
+    first = run_config(
+        model_config=model, output_dir=str(tmp_path / "base"), max_steps=2, dtype="float32"
+    )
+    base = export_checkpoint(first.checkpoint, tmp_path / "model").folder
+    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    keys = LORA | {
+        "model_name_or_path": str(base), "lora_target_modules": ["q_proj"], "dtype": "float32",
+        "lora_target_parameters": parameters,
+    }  # fmt: skip
+    result = train(make_config(**keys, save_strategy="steps", save_steps=3))
+    adapter = load_file(result.checkpoint / "adapter_model.safetensors")
+    assert all(bool(value.any()) for value in adapter.values())
+    assert sum("experts" in name for name in adapter) == 2 * 2 * 2  # layers, parameters, A and B
+
+    tuned = logits(with_peft(base, result.checkpoint, torch.float32))
+    merged = export_merged(tmp_path / "run", tmp_path / "merged").folder
+    assert "model.layers.0.mlp.experts.3.gate_proj.weight" in load_file(
+        merged / "model.safetensors"
+    )
+    alone = AutoModelForCausalLM.from_pretrained(merged, attn_implementation="eager")
+    assert (logits(alone) - tuned).abs().max() <= 1e-5 * tuned.abs().max()
+
+    for name in ("checkpoint-6", "checkpoint-8"):
+        (tmp_path / "run" / name).rename(tmp_path / name)
+    again = train(make_config(**keys, resume_from_checkpoint="auto"))
+    resumed = load_file(again.checkpoint / "adapter_model.safetensors")
+    assert all(torch.equal(resumed[name], value) for name, value in adapter.items())
+
+    keys = LORA | {"model_name_or_path": str(base), "dtype": "float32"}
+    given = {"lora_model_dir": str(result.checkpoint), "output_dir": str(tmp_path / "second")}
+    on = train(make_config(**keys, **given, learning_rate=1e-12, weight_decay=0.0))
+    gone_on = load_file(on.checkpoint / "adapter_model.safetensors")
+    assert adapter.keys() == gone_on.keys()
+    assert all(torch.allclose(gone_on[n], value, atol=1e-9) for n, value in adapter.items())
+    with pytest.raises(ConfigError, match="lora_target_parameters has no effect beside"):
+        train(make_config(**keys, **given, lora_target_parameters=parameters))
+
+
 @pytest.mark.parametrize("adapters_first", [True, False])
 def test_adapters_and_all_weights_do_not_resume_each_other(lora, make_config, base, adapters_first):
     whole = make_config(model_config=None, model_name_or_path=str(base))

@@ -15,9 +15,11 @@ import torch
 from torch.nn import functional as F  # noqa: N812 - its name everywhere
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from torch import nn
+
+    from headrace.models.expert_adapters import LowRank
 
 IMPLEMENTATION = "headrace"
 TILE = 16  # rows
@@ -30,11 +32,19 @@ def register() -> None:
     ExpertsInterface.register(IMPLEMENTATION, run_experts)
 
 
+def runs_as_ours(module: nn.Module) -> bool:
+    """Transformers gives it to :func:`run_experts`."""
+    names = ("num_experts", "is_transposed", "has_gate", "has_bias")
+    chosen = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    return chosen == IMPLEMENTATION and all(hasattr(module, name) for name in names)
+
+
 def run_experts(
     module: nn.Module,
     hidden_ND: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
+    added: Mapping[str, LowRank] | None = None,
 ) -> torch.Tensor:
     """The weighted sum of each token's experts, with transformers' signature.
 
@@ -43,6 +53,7 @@ def run_experts(
         hidden_ND: input.
         top_k_index: ``(N, K)``, the experts of a token.
         top_k_weights: ``(N, K)``, how each counts.
+        added: adapters by the name of their parameter.
 
     Returns:
         ``(N, D)``.
@@ -61,6 +72,7 @@ def run_experts(
         weight_S,
         expert_S=expert_S,
         ends_X=ends_X,
+        added=added,
     )
     out_ND: torch.Tensor = collect(rows_SD, order_S, inverse_NK)
     return out_ND.to(hidden_ND.dtype)
@@ -92,6 +104,7 @@ def run_rows(
     *,
     expert_S: torch.Tensor,
     ends_X: torch.Tensor,
+    added: Mapping[str, LowRank] | None = None,
 ) -> torch.Tensor:
     """What experts make of rows in their order, weighted.
 
@@ -102,6 +115,7 @@ def run_rows(
         weight_S: how each counts.
         expert_S: whose each is, counted among those of ``weight_of``.
         ends_X: int32, where each expert's rows end.
+        added: adapters by the name of their parameter.
 
     Returns:
         ``(S, D)``.
@@ -114,6 +128,8 @@ def run_rows(
         if not settings.is_transposed:
             weight = weight.transpose(1, 2)
         out = grouped_matmul(rows, weight, ends_X)
+        if added is not None and name in added:
+            out = out + added[name].of_rows(rows, ends_X)
         if settings.has_bias:
             out = add_bias(out, weight_of(f"{name}_bias"), expert_S)
         return out

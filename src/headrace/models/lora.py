@@ -23,7 +23,9 @@ class LoraSettings:
         alpha: the product B A is scaled by ``alpha / rank``.
         dropout: the probability that training drops an element of A's input.
         target_modules: ``"all-linear"``, a regular expression that whole module names must match,
-            or names that they end with, as in PEFT.
+            or names that they end with, as in PEFT; none are meant by an empty tuple.
+        target_parameters: parameters of stacked experts that get an adapter an expert, by what
+            their names end with, as in PEFT.
         layers: numbers of the layers that get adapters; None for all.
         use_rslora: scale by ``alpha / sqrt(rank)`` instead (arXiv:2312.03732).
         initialisation: of A: ``"default"`` (Kaiming, as PEFT) or ``"gaussian"``; B is zero.
@@ -34,6 +36,7 @@ class LoraSettings:
     alpha: float = 16.0
     dropout: float = 0.0
     target_modules: str | tuple[str, ...] = ALL_LINEAR
+    target_parameters: tuple[str, ...] = ()
     layers: tuple[int, ...] | None = None
     use_rslora: bool = False
     initialisation: Literal["default", "gaussian"] = "default"
@@ -55,6 +58,12 @@ class LoraSettings:
             raise ConfigError(
                 f"the dropout of adapters is {self.dropout}; it must be at least 0 and below 1",
                 remedy="lora_dropout: 0.05, or leave it out",
+            )
+        if self.dropout and self.target_parameters:
+            raise ConfigError(
+                f"the dropout of adapters is {self.dropout:g}, and PEFT has none for adapters on "
+                f"parameters ({self.target_parameters[0]})",
+                remedy="lora_dropout: 0",
             )
         if isinstance(self.target_modules, str) and self.target_modules != ALL_LINEAR:
             try:

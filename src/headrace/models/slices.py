@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from headrace.errors import ConfigError
-from headrace.models.experts import IMPLEMENTATION, run_rows, sort_assignments, sum_of_experts
+from headrace.models.expert_adapters import AdaptedExperts
+from headrace.models.experts import run_rows, runs_as_ours, sort_assignments, sum_of_experts
 from headrace.store.sections import Section, cut_unit, whole_unit
 
 if TYPE_CHECKING:
@@ -56,8 +57,9 @@ class StackedExperts:
 
 def find_experts(layer: nn.Module) -> StackedExperts | None:
     """The experts of a layer if there is one set of them, and every parameter is stacked."""
-    found = [(path, part) for path, part in layer.named_modules() if _runs_as_ours(part)]
-    if len(found) != 1:
+    found = [(path, part) for path, part in layer.named_modules() if runs_as_ours(part)]
+    adapted = any(isinstance(part, AdaptedExperts) for part in layer.modules())
+    if len(found) != 1 or adapted:
         return None
     path, module = found[0]
     settings: Any = module
@@ -72,13 +74,6 @@ def find_experts(layer: nn.Module) -> StackedExperts | None:
         num_experts=int(settings.num_experts),
         output_size=parameters["down_proj"].shape[2 if settings.is_transposed else 1],
     )
-
-
-def _runs_as_ours(module: nn.Module) -> bool:
-    """Transformers gives it to :func:`headrace.models.experts.run_experts`."""
-    names = ("num_experts", "is_transposed", "has_gate", "has_bias")
-    chosen = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    return chosen == IMPLEMENTATION and all(hasattr(module, name) for name in names)
 
 
 def plan_sections(
@@ -117,6 +112,12 @@ def check_slices(spec: ModelSpec, num_slices: int) -> None:
         return
     given = f"engine.expert_slices is {num_slices}, but "
     if not spec.experts:
+        if spec.adapters is not None and spec.adapters.parameters:
+            raise ConfigError(
+                f"{given}{spec.adapters.relative_parameters[0]} has adapters, which are sent with "
+                "their layer",
+                remedy="leave it out, or lora_target_parameters",
+            )
         raise ConfigError(
             f"{given}no layer of {type(spec.model).__name__} has experts that lie stacked in one "
             "parameter and run as grouped products",

@@ -42,6 +42,7 @@ def tiny_settings(adapters: Adapters) -> LoraSettings:
         rank=min(adapters.settings.rank, 4),
         dropout=0.0,  # PEFT would draw another mask
         target_modules=adapters.relative_targets,
+        target_parameters=adapters.relative_parameters,
         layers=None,
     )
 

@@ -33,8 +33,9 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 
 # What of PEFT's configuration has its counterpart here, or says nothing about the computation.
 _KNOWN = {
-    "r", "lora_alpha", "target_modules", "use_rslora", "modules_to_save", "layers_to_transform",
-    "init_lora_weights", "lora_dropout", "base_model_name_or_path", "revision", "inference_mode",
+    "r", "lora_alpha", "target_modules", "target_parameters", "use_rslora", "modules_to_save",
+    "layers_to_transform", "init_lora_weights", "lora_dropout", "base_model_name_or_path",
+    "revision", "inference_mode",
     "task_type", "peft_type", "peft_version", "auto_mapping", "fan_in_fan_out",
     "ensure_weight_tying", "megatron_core", "runtime_config",
 }  # fmt: skip
@@ -116,6 +117,7 @@ def read_settings(folder: Path) -> LoraSettings:
         alpha=float(values["lora_alpha"]),
         dropout=float(values.get("lora_dropout") or 0.0),
         target_modules=targets if isinstance(targets, str) else tuple(sorted(targets or ())),
+        target_parameters=tuple(sorted(values.get("target_parameters") or ())),
         layers=None if layers is None else tuple([layers] if isinstance(layers, int) else layers),
         use_rslora=bool(values.get("use_rslora")),
         modules_to_save=tuple(values.get("modules_to_save") or ()),
@@ -161,15 +163,31 @@ def initialise_adapters(spec: ModelSpec, state: ModelState, *, seed: int) -> Non
 
 def merged(spec: ModelSpec, unit: UnitState, param: ParamSpec) -> torch.Tensor:
     """A plain parameter as it is written: with its adapter, if it has one, in a copy."""
-    stored = unit.stored(param)
-    module, _, kind = param.name.rpartition(".")
-    if spec.adapters is None or kind != "weight" or module not in spec.adapters.targets:
+    stored, adapters = unit.stored(param), spec.adapters
+    if adapters is None:
         return stored
-    by_name = {p.name: p for p in unit.layout.params if p.adapter}
-    a, b = (unit.master(by_name[f"{module}.lora_{x}.weight"]) for x in "AB")
-    layer = spec.adapters.module(module)
-    delta = (b @ a) * layer.scaling[ADAPTER]
-    if layer.fan_in_fan_out:
-        delta = delta.T
+    if param.name in adapters.parameters:
+        module, layer = adapters.on_parameter(param.name)
+        a, b = _factors(unit, module)
+        a_XRI, b_XOR = layer.low_rank(a, b).factors()
+        delta = b_XOR @ a_XRI * layer.scaling
+        if layer.is_transposed:
+            delta = delta.transpose(1, 2)
+    else:
+        module, _, kind = param.name.rpartition(".")
+        if kind != "weight" or module not in adapters.targets:
+            return stored
+        a, b = _factors(unit, module)
+        linear = adapters.module(module)
+        delta = (b @ a) * linear.scaling[ADAPTER]
+        if linear.fan_in_fan_out:
+            delta = delta.T
     value: torch.Tensor = (unit.master(param) + delta).to(stored.dtype)
     return value
+
+
+def _factors(unit: UnitState, module: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A and B of a module's adapter."""
+    by_name = {p.name: p for p in unit.layout.params if p.adapter}
+    a, b = (unit.master(by_name[f"{module}.lora_{x}.weight"]) for x in "AB")
+    return a, b

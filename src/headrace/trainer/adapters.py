@@ -24,6 +24,7 @@ _SAME = {"lora_r": "rank", "lora_alpha": "alpha"}
 _FROM_FOLDER = (
     "lora_target_modules",
     "lora_target_linear",
+    "lora_target_parameters",
     "lora_modules_to_save",
     "peft_layers_to_transform",
     "peft_use_rslora",
@@ -81,10 +82,17 @@ def describe(spec: ModelSpec) -> str:
     assert spec.adapters is not None
     adapters, settings = spec.adapters, spec.adapters.settings
     dropout = f", dropout {settings.dropout:g}" if settings.dropout else ""
+    places = [
+        f"{len(paths)} {what} ({', '.join(inside)})"
+        for paths, what, inside in (
+            (adapters.targets, "matrices", adapters.relative_targets),
+            (adapters.parameters, "stacks of experts", adapters.relative_parameters),
+        )
+        if paths
+    ]
     text = (
-        f"rank {settings.rank}, alpha {settings.alpha:g}{dropout} on {len(adapters.targets)} "
-        f"matrices ({', '.join(adapters.relative_targets)}), {spec.num_trainable_parameters:,} "
-        "parameters to train; the model stays as it is"
+        f"rank {settings.rank}, alpha {settings.alpha:g}{dropout} on {' and '.join(places)}, "
+        f"{spec.num_trainable_parameters:,} parameters to train; the model stays as it is"
     )
     if settings.modules_to_save:
         text += f", but for {', '.join(settings.modules_to_save)}, trained whole"

@@ -100,8 +100,6 @@ REFUSED = {
     "quantization_bit": "full-parameter training needs plain weights",
     "peft_use_dora": "headrace has plain LoRA; DoRA reads the whole weight for its norm",
     "use_dora": "headrace has plain LoRA; DoRA reads the whole weight for its norm",
-    "lora_target_parameters": "adapters are for linear layers; experts are one fused tensor",
-    "target_parameters": "adapters are for linear layers; experts are one fused tensor",
     "peft_layers_pattern": "peft_layers_to_transform counts the decoder layers",
     "loraplus_lr_ratio": "A and B have one learning rate; param_groups gives them others",
     "loftq": "full-precision bases need no LoftQ",

@@ -52,6 +52,9 @@ class ModelKeys(BaseModel):
     """Share of A's input that training drops, as in PEFT; 0, or lora_model_dir's, by default."""
     lora_target_modules: str | list[str] | None = None
     """What gets adapters, as in PEFT: names, a regular expression, or all-linear (default)."""
+    lora_target_parameters: list[str] | None = None
+    """Parameters of stacked experts that get an adapter an expert, as in PEFT, by what their names
+    end with (mlp.experts.gate_up_proj); other adapters only with lora_target_modules besides."""
     lora_target_linear: bool | None = None
     """The same as lora_target_modules: all-linear; names given besides must be among them."""
     lora_modules_to_save: list[str] | None = None
@@ -134,13 +137,15 @@ class ModelKeys(BaseModel):
             return None
         rank = 8 if self.lora_r is None else self.lora_r
         layers = self.peft_layers_to_transform
-        targets = self.lora_target_modules or ALL_LINEAR
+        parameters = tuple(self.lora_target_parameters or ())
+        targets = self.lora_target_modules or (() if parameters else ALL_LINEAR)
         if self.lora_target_linear:
             targets = ALL_LINEAR
         return LoraSettings(
             rank=rank,
             alpha=2.0 * rank if self.lora_alpha is None else self.lora_alpha,
             target_modules=targets if isinstance(targets, str) else tuple(targets),
+            target_parameters=parameters,
             dropout=self.lora_dropout or 0.0,
             layers=None
             if layers is None

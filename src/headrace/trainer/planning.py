@@ -212,6 +212,7 @@ def _trained(config: TrainConfig, source: ModelSource) -> tuple[int | None, Trai
     if (
         settings is not None
         and settings.target_modules == ALL_LINEAR
+        and not settings.target_parameters
         and settings.layers is None
         and not settings.modules_to_save
     ):

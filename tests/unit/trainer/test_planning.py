@@ -118,7 +118,9 @@ CHANGES = {
     "compile": {"engine": {"compile": False}},
 }  # fmt: skip
 # Those whose change is shown elsewhere: where nothing else is named, an adapter's folder, experts.
-ELSEWHERE = {"device", "lora_model_dir", "streaming", "expert_slices", "tune_file"}
+ELSEWHERE = {
+    "device", "lora_model_dir", "lora_target_parameters", "streaming", "expert_slices", "tune_file",
+}  # fmt: skip
 
 
 def test_every_key_is_read_or_named():
@@ -159,6 +161,22 @@ def test_adapters_are_counted_where_they_are(plan, keys):
     host = {item["kind"]: item["bytes"] for item in out["plan"]["host"]}
     assert host["master weights"] == 4 * spec.num_trainable_parameters
     assert out["job"]["trained"]["total"] == spec.num_trainable_parameters
+
+
+def test_adapters_on_every_expert_are_counted(plan):
+    """A published run's 945M adapter weights beside this model are these, at rank 16."""
+    keys = {
+        "model_name_or_path": "Qwen/Qwen3.5-35B-A3B-Base",
+        "adapter": "lora",
+        "lora_r": 16,
+        "lora_target_modules": "all-linear",
+        "lora_target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+    }
+    trained = plan(**keys)["job"]["trained"]
+    experts = 40 * 256 * 16 * ((2048 + 2 * 512) + (512 + 2048))
+    assert trained["added"] == trained["total"]
+    assert 0 < trained["total"] - experts < 0.03 * experts
+    assert round(trained["total"] / 1e6) == 945
 
 
 def test_frozen_parameters_have_two_bytes_on_the_host(plan):
