@@ -50,7 +50,7 @@ def numbers(series: pl.Series, where: str, *, optional: bool = False) -> NDArray
         _refuse(
             text.is_not_null() & read.is_null(), series, f"{where} holds text that is no number",
             remedy=("drop the column, or encode it as numbers" if optional else "write numbers")
-            + "; leave missing values empty",
+            + ", without thousands separators or units; leave missing values empty",
         )  # fmt: skip
         series = read
     elif not (kind.is_numeric() or kind in {pl.Boolean, pl.Null}):

@@ -302,7 +302,8 @@ def _skill(evidence: Evidence, skilled: tuple[Channel, ...], cautions: list[str]
         sentences.append("The recall probe gives no sign of the future.")
     else:
         sentences.append(
-            f"Every date lies after the model's cutoff ({evidence.cutoff}): it cannot know one."
+            f"Every date lies after the model's stated cutoff ({evidence.cutoff}): if that is "
+            "right, it cannot know one."
         )
     return Judgement(
         verdict="skill", summary=tuple(sentences), channels=skilled, cautions=tuple(cautions)

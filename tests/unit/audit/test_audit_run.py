@@ -348,6 +348,25 @@ def test_overlapping_labels_leave_enough_blocks_to_find_a_leak(quick):
     assert model.contamination["entity"].contrast.num_blocks < 20
 
 
+def test_a_known_stretch_stands_out_among_its_own_dates(quick):
+    """What docs/audit.md advises: the whole panel hides it, the dates from its start do not."""
+    panel, values, cutoff = overlapping(700, 1)
+    last = panel.session_of(np.datetime64(cutoff))
+    forgotten = panel.session < last - 140
+    values[forgotten] = np.random.default_rng(5).standard_normal(values[forgotten].shape)
+    whole = run_audit(panel, {"m": values}, {"m": cutoff}, config=quick).models[0]
+    assert whole.verdict != "knows_the_future"
+    kept = make_panel(
+        entity=panel.entities[panel.entity][~forgotten],
+        date=panel.sessions[panel.session][~forgotten],
+        label_start=panel.label_start[~forgotten],
+        label_end=panel.label_end[~forgotten],
+        y=panel.y[~forgotten],
+    )
+    part = run_audit(kept, {"m": values[~forgotten]}, {"m": cutoff}, config=quick).models[0]
+    assert part.verdict == "knows_the_future"
+
+
 def test_a_leak_that_cannot_be_contrasted_is_not_called_honest_skill(quick):
     """With too few blocks at the cutoff, skill that may end there must not read as innocence."""
     panel, values, cutoff = overlapping(760, 15)
