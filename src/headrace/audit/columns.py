@@ -132,7 +132,13 @@ def instants(series: pl.Series, where: str) -> tuple[NDArray[np.datetime64], str
             f"{where} holds {kind}, not dates",
             remedy="write dates, times, or ISO text (2020-01-31)",
         )
-    return series.cast(pl.Datetime("us")).to_numpy().astype("datetime64[us]"), zone
+    read = series.cast(pl.Datetime("us"), strict=False)
+    _refuse(
+        series.is_not_null() & read.is_null(), series.to_physical(),
+        f"{where} has dates that are beyond any calendar, counted since 1970",
+        remedy="write the dates again; look for codes of missing ones",
+    )  # fmt: skip
+    return read.to_numpy().astype("datetime64[us]"), zone
 
 
 def _parse(series: pl.Series, where: str) -> tuple[pl.Series, str]:

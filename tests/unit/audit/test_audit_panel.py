@@ -95,6 +95,10 @@ MISTAKES = {
         bad(date=pl.when(at_3).then(20201340).otherwise(20200101 + pl.int_range(pl.len()))),
         "20201340) in row 3",
     ),
+    "dates beyond any calendar": (
+        bad(date=pl.when(at_3).then(2**31 - 1).otherwise(18262).cast(pl.Int32).cast(pl.Date)),
+        "(2147483647) in row 3",
+    ),
     "constant target where embedded": (
         bad(
             y=pl.when(pl.col("entity") == "a").then(1.0).otherwise("y"),
