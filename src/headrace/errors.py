@@ -36,9 +36,14 @@ _ANOTHER_MODEL = (
 
 
 class HeadraceError(Exception):
-    """Base class. ``exit_code`` is what the command line returns for it."""
+    """Base class. ``exit_code`` is what the command line returns for it.
+
+    Attributes:
+        said: another process of the run tells people, once for all of them.
+    """
 
     exit_code = EXIT_FAILED
+    said = False
 
     def __init__(self, message: str, *, remedy: str | None = None) -> None:
         """Build from what was given, the limit and the reason (``message``) and a ``remedy``."""
@@ -97,10 +102,4 @@ class LaneError(HeadraceError):
 
 
 class RankError(HeadraceError):
-    """Another process of the run failed, left, or was never met.
-
-    Attributes:
-        said: that process tells people why, once for all ranks.
-    """
-
-    said = False
+    """Another process of the run failed, left, or was never met."""

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from headrace.errors import CapacityError, CheckpointError, ConfigError, DataError
-from headrace.trainer import signals
+from headrace.trainer import run, signals
 from headrace.trainer.metrics import read_rows
 from headrace.trainer.prepare import loop_settings
 
@@ -206,6 +206,51 @@ def test_a_burst_of_signals_is_one_request(run_config):
     stopped = run_config(callbacks=[At(3, burst)])
     assert (stopped.status, stopped.exit_code, stopped.step) == ("stopped", 130, 3)
     assert stopped.checkpoint.name == "checkpoint-3"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_before_the_first_step_ends_at_once(
+    run_config, tmp_path, monkeypatch, number, code
+):
+    """Nothing is lost yet, and nothing is left that a run began."""
+    monkeypatch.setattr(
+        "headrace.trainer.prepare.open_data", lambda *_, **__: signal.raise_signal(number)
+    )
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt, match=f"{number.name} before the first step") as caught:
+        run_config()
+    assert caught.value.exit_code == code
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_signal_after_the_last_step_changes_nothing(run_config, tmp_path, monkeypatch):
+    """The run is finished, and reading it once more for its record is not broken off."""
+    real = run.model_hash
+
+    def signalled(checkpoint):
+        signal.raise_signal(signal.SIGTERM)
+        return real(checkpoint)
+
+    monkeypatch.setattr(run, "model_hash", signalled)
+    finished = run_config(max_steps=2)
+    assert (finished.status, finished.exit_code) == ("finished", 0)
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "finished"
+
+
+def test_a_signal_in_the_last_step_leaves_its_evaluation_to_the_next_session(run_config, tmp_path):
+    """So the run is not finished, and a scheduler starts it again."""
+    common = {"eval_datasets": [{"path": str(tmp_path / "corpus.jsonl")}], "eval_steps": 4}
+    stopped = run_config(
+        **common,
+        requeue=True,
+        callbacks=[At(8, lambda _: os.kill(os.getpid(), signal.SIGTERM))],
+    )
+    assert (stopped.status, stopped.exit_code, stopped.step) == ("stopped", 75, 8)
+    finished = run_config(**common, requeue=True, resume_from_checkpoint="auto")
+    assert (finished.status, finished.exit_code, finished.step) == ("finished", 0, 8)
+    assert finished.eval_losses
+    assert "eval_loss" in read_rows(tmp_path / "run" / "metrics.jsonl")[-1]
 
 
 def plain_steps(config, make_batches, learning_rates, *, max_grad_norm):

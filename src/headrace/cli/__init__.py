@@ -11,8 +11,11 @@ import errno
 import importlib
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
+
+from headrace.interrupts import Interrupts, end_of
 
 VERBS = {
     "quickstart": "Corpus, training, audit and report on small real data; a CPU is enough.",
@@ -77,7 +80,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(2)
     code = 1
     try:
-        code = _run(verb, arguments[1:])
+        with Interrupts():
+            code = _run(verb, arguments[1:])
     except Exception:
         if not _in_groups():
             raise
@@ -91,31 +95,81 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _in_groups() -> bool:
-    """Whether this process still belongs to others of a run."""
+    """Whether this process still belongs to others of a run, or waits for them."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available():
         return False
-    return bool(distributed.is_initialized())
+    from headrace.parallel.ranks import MEETING
+
+    waits = any(thread.name == MEETING for thread in threading.enumerate())
+    return waits or bool(distributed.is_initialized())
+
+
+def _num_processes() -> int:
+    """That a launcher has started, as far as they can meet."""
+    from headrace.errors import ConfigError
+    from headrace.parallel.launch import place_of
+
+    try:
+        return place_of().size
+    except ConfigError:  # said where the verb meets them
+        return 1
+
+
+def _call(verb: str, arguments: list[str]) -> int:
+    module = importlib.import_module(f"headrace.cli.{verb}")
+    result = module.app(args=arguments, prog_name=f"headrace {verb}", standalone_mode=True)
+    return result if isinstance(result, int) else 0
+
+
+def _call_as_rank(verb: str, arguments: list[str]) -> int:
+    """The same in one of several: what it is refused for before they meet ends all, said once."""
+    from headrace.errors import ConfigError, HeadraceError, RankError
+
+    refused: HeadraceError
+    try:
+        module = importlib.import_module(f"headrace.cli.{verb}")
+        result = module.app(args=arguments, prog_name=f"headrace {verb}", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except HeadraceError as error:
+        if _in_groups() or isinstance(error, RankError):
+            raise
+        refused = error
+    except Exception as error:
+        if not hasattr(error, "format_message"):
+            raise
+        # A usage error of click's, or of typer's copy of it.
+        refused = ConfigError(error.format_message(), remedy=f"headrace {verb} --help")
+    from headrace.parallel.ranks import Ranks
+
+    with Ranks.started().joined():
+        raise refused
+
+
+def _interrupted(verb: str, error: KeyboardInterrupt) -> int:
+    message, exit_code = end_of(error)
+    print(f"headrace {verb}: {message}", file=sys.stderr)
+    return exit_code
 
 
 def _run(verb: str, arguments: list[str]) -> int:
     from headrace.errors import EXIT_WILL_NOT_FIT, HeadraceError
 
     _prepare_libraries()
+    call = _call_as_rank if verb == "train" and _num_processes() > 1 else _call
     try:
-        module = importlib.import_module(f"headrace.cli.{verb}")
-        result = module.app(args=arguments, prog_name=f"headrace {verb}", standalone_mode=True)
+        return call(verb, arguments)
     except HeadraceError as error:
-        if not getattr(error, "said", False):
+        if not error.said:
             print(f"headrace {verb}: {error}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        print(f"headrace {verb}: interrupted", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as error:
+        return _interrupted(verb, error)
     except SystemExit as ended:
-        # typer makes of Ctrl-C in a verb an exit that says nothing.
-        if type(getattr(ended.__context__, "__cause__", None)) is KeyboardInterrupt:
-            print(f"headrace {verb}: interrupted", file=sys.stderr)
+        # typer makes of an interrupt in a verb an exit that says nothing.
+        cause = getattr(ended.__context__, "__cause__", None)
+        if isinstance(cause, KeyboardInterrupt):
+            return _interrupted(verb, cause)
         raise
     except OSError as error:
         if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
@@ -139,4 +193,3 @@ def _run(verb: str, arguments: list[str]) -> int:
             file=sys.stderr,
         )
         return EXIT_WILL_NOT_FIT
-    return result if isinstance(result, int) else 0

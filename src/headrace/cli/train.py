@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from headrace.interrupts import end_of
+
 if TYPE_CHECKING:
     from headrace.trainer.config import TrainConfig
 
@@ -48,8 +50,12 @@ def train(
     Stop with Ctrl-C: the step is finished and saved, and resume_from_checkpoint=auto goes on.
     """
     from headrace.errors import ConfigError
+    from headrace.parallel.launch import place_of
     from headrace.trainer.config import resolve
 
+    is_main = place_of().rank == 0
+    if schema and not is_main:
+        return
     if schema:
         from headrace.trainer.schema import json_schema
 
@@ -62,6 +68,8 @@ def train(
         )
     if trace is not None:
         overrides = [*(overrides or []), f"engine.trace={json.dumps(str(trace))}"]
+    if dry_run and not is_main:
+        return
     if dry_run:
         from headrace.trainer.absent import absent
 
@@ -74,18 +82,17 @@ def train(
             _print_checked(resolved, [*notes, *(f"not on this machine: {one}" for one in missing)])
         return
 
-    from rich.console import Console
-
-    from headrace.parallel.launch import place_of
-    from headrace.trainer.run import train as run
-    from headrace.trainer.signals import StopNow
-
     try:
+        from rich.console import Console
+
+        from headrace.trainer.run import train as run
+
         result = run(config, overrides or [], console=Console(stderr=as_json))
-    except StopNow as stopped:
-        typer.echo(f"headrace train: {stopped}", err=True)
-        raise typer.Exit(stopped.exit_code) from stopped
-    if as_json and place_of().rank == 0:
+    except KeyboardInterrupt as stopped:
+        message, exit_code = end_of(stopped)
+        typer.echo(f"headrace train: {message}", err=True)
+        raise typer.Exit(exit_code) from None
+    if as_json and is_main:
         print(json.dumps(vars(result), default=str))
     raise typer.Exit(result.exit_code)
 

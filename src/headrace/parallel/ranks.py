@@ -16,7 +16,9 @@ import contextlib
 import itertools
 import json
 import os
+import threading
 import time
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -30,11 +32,12 @@ from headrace.parallel.launch import Place, place_of
 from headrace.parallel.watch import Watch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 TIMEOUT_SECONDS = 600.0
 AGREE_TIMEOUT = timedelta(minutes=30)  # the main rank may be in a callback
 SAVE_TIMEOUT = timedelta(days=2)  # of a checkpoint's next unit: disks may be slow, the watch is not
+MEETING = "headrace-meeting"  # the thread that waits for ranks to come
 _POLL_SECONDS = 0.05
 
 
@@ -89,30 +92,36 @@ class Ranks:
             # gloo would look for the machine's name, which containers often cannot resolve.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         name = f"headrace/{next(_meetings)}"
-        meeting = timedelta(seconds=TIMEOUT_SECONDS)
         try:
-            if not dist.is_initialized():
-                store, _, _ = next(rendezvous("env://", self.rank, self.size, timeout=meeting))
-                dist.init_process_group(
-                    "gloo",
-                    store=PrefixStore(f"{name}/groups", store),
-                    rank=self.rank,
-                    world_size=self.size,
-                    timeout=meeting,
-                )
-                self._owns_groups = True
-            else:
-                store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - the only way to the store of a group that others made
-            self._agree = dist.new_group(backend="gloo", timeout=AGREE_TIMEOUT)
-            self._save = dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT)
+            store = _heedful(lambda: self._join_groups(name))
         except (RuntimeError, ValueError, OSError) as error:
             raise RankError(
-                f"rank {self.rank} of {self.size} did not meet the others within "
-                f"{TIMEOUT_SECONDS:.0f} s: {_first_line(error)}",
+                f"rank {self.rank} of {self.size} did not meet the others, which it waits "
+                f"{TIMEOUT_SECONDS:.0f} s for at most: {_first_line(error)}",
                 remedy="look at MASTER_ADDR and MASTER_PORT, and whether all processes started",
             ) from error
         self._store = PrefixStore(name, store)
         self._watch = Watch(PrefixStore(f"{name}/watch", store.clone()), self.rank, self.size)
+
+    def _join_groups(self, name: str) -> Any:
+        """Make the groups that need no device; the store that all ranks meet at."""
+        meeting = timedelta(seconds=TIMEOUT_SECONDS)
+        if not dist.is_initialized():
+            store, _, _ = next(rendezvous("env://", self.rank, self.size, timeout=meeting))
+            _check_sizes(PrefixStore(f"{name}/sizes", store), self.rank, self.size)
+            dist.init_process_group(
+                "gloo",
+                store=PrefixStore(f"{name}/groups", store),
+                rank=self.rank,
+                world_size=self.size,
+                timeout=meeting,
+            )
+            self._owns_groups = True
+        else:
+            store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - the only way to the store of a group that others made
+        self._agree = dist.new_group(backend="gloo", timeout=AGREE_TIMEOUT)
+        self._save = dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT)
+        return store
 
     @property
     def is_main(self) -> bool:
@@ -309,6 +318,43 @@ def bind_device(ranks: Ranks, name: str) -> str:
             remedy=f"torchrun --nproc-per-node {count}",
         )
     return f"cuda:{ranks.local_rank}"
+
+
+def _check_sizes(store: Any, rank: int, size: int) -> None:
+    """Refuse to wait for ranks that others do not know of.
+
+    Raises:
+        ConfigError: another process was started as one of more, or of fewer.
+        TimeoutError: not all of them came.
+    """
+    store.set(str(rank), str(size))
+    missing, deadline = set(range(size)), time.monotonic() + TIMEOUT_SECONDS
+    while missing:
+        for other in [other for other in missing if store.check([str(other)])]:
+            missing.remove(other)
+            if (found := int(store.get(str(other)))) != size:
+                raise ConfigError(
+                    f"rank {rank} was started as one of {size} processes, rank {other} as one of "
+                    f"{found} (WORLD_SIZE)",
+                    remedy="start all of them with the same torchrun --nproc-per-node N, or srun",
+                )
+        if missing and time.monotonic() > deadline:
+            raise TimeoutError(f"rank {min(missing)} did not come")
+        time.sleep(_POLL_SECONDS if missing else 0.0)
+
+
+def _heedful(meet: Callable[[], Any]) -> Any:
+    """Run what waits for other ranks deaf to signals; the main thread answers them meanwhile."""
+    result: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(meet())
+        except BaseException as error:  # noqa: BLE001 - handed to who waits
+            result.set_exception(error)
+
+    threading.Thread(target=run, name=MEETING, daemon=True).start()
+    return result.result()
 
 
 def _first_line(error: BaseException) -> str:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from headrace.errors import EXIT_FAILED, HeadraceError, LaneError, RankError
+from headrace.interrupts import end_of
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -100,7 +101,9 @@ class Watch:
             error = self.lost(error)
         # A peer that died breaks the calls of others before it is missed: its own word comes first.
         deadline = time.monotonic() + 2 * BEAT_SECONDS
-        broken = isinstance(error, LaneError) or not isinstance(error, HeadraceError)
+        broken = isinstance(error, LaneError) or not isinstance(
+            error, (HeadraceError, KeyboardInterrupt, SystemExit)
+        )
         while broken and self.reason is None and time.monotonic() < deadline:
             time.sleep(BEAT_SECONDS / 10)
         self._settled = True  # what the store says from now on, or that it is gone, comes too late
@@ -119,14 +122,23 @@ class Watch:
     def _tell(self, error: BaseException, *, lost: int | None = None) -> dict[str, Any]:
         """Tell all ranks of an error, of this one or of a lost one; what was told first counts."""
         known = error if isinstance(error, HeadraceError) else None
+        message, exit_code = known.message if known else repr(error), EXIT_FAILED
+        if known is not None:
+            exit_code = known.exit_code
+        elif isinstance(error, KeyboardInterrupt):
+            message, exit_code = end_of(error)
+        elif isinstance(error, SystemExit) and isinstance(error.code, int):
+            exit_code = error.code
+        # What a run was refused for is for people to change, and a signal is their own: they read
+        # it once.
+        refused = known is not None and self.where is None and lost is None
         told = {
             "rank": self._rank,
             "lost": lost,
-            "message": known.message if known else repr(error),
+            "message": message,
             "remedy": known.remedy if known else None,
-            "exit_code": getattr(error, "exit_code", EXIT_FAILED),
-            # What a run was refused for is for people to change: they read it once.
-            "said": known is not None and self.where is None and lost is None,
+            "exit_code": exit_code,
+            "said": refused or isinstance(error, KeyboardInterrupt),
         }
         with self._use:
             first: dict[str, Any] = json.loads(

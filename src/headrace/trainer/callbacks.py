@@ -137,7 +137,7 @@ class Callbacks:
     def agree(self, ranks: Ranks) -> None:
         """Take over what the main rank's callbacks ask for."""
         if ranks.size > 1:
-            wishes = ranks.table([float(getattr(self.control, name)) for name in _WISHES])[0]
+            wishes = ranks.table([bool(getattr(self.control, name)) for name in _WISHES])[0]
             for name, wish in zip(_WISHES, wishes, strict=True):
                 setattr(self.control, name, bool(wish))
 

@@ -125,6 +125,11 @@ class TrainingLoop:
         self.last_row: dict[str, Any] = {}
 
     @property
+    def evaluation_due(self) -> bool:
+        """Whether an evaluation of the last step was left to the session that goes on."""
+        return self._evaluation_due
+
+    @property
     def eval_losses(self) -> dict[str, float]:
         """Last evaluation loss of each dataset."""
         return self._evaluator.losses
@@ -141,7 +146,9 @@ class TrainingLoop:
             self._one_step()
             self._finish_save(wait=not self._settings.async_save)
             shortage = self._memory.shortage()
-            if any(short for (short,) in self._ranks.table([shortage is not None])):
+            table = self._ranks.table([shortage is not None, self._saver.last_step])
+            self._saver.learn(int(table[0][1]))
+            if any(short for short, _ in table):
                 self._save()
                 self._finish_save(wait=True)
                 if shortage is not None:

@@ -77,11 +77,14 @@ def refuse_several_processes(verb: str) -> None:
     Raises:
         ConfigError: each would do the same and write the same files.
     """
-    if (size := place_of().size) > 1:
-        raise ConfigError(
-            f"headrace {verb} was started as one of {size} processes, and works in one",
+    place = place_of()
+    if place.size > 1:
+        error = ConfigError(
+            f"headrace {verb} was started as one of {place.size} processes, and works in one",
             remedy="start it once, without torchrun or srun",
         )
+        error.said = place.rank > 0  # all of them are refused
+        raise error
 
 
 def check_files(config: TrainConfig) -> None:

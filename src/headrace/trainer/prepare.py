@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,14 @@ from headrace.trainer.resume import (
     read_progress,
 )
 from headrace.trainer.schedule import Schedule
-from headrace.trainer.together import load_alike, refuse_for_ranks
+from headrace.trainer.together import (
+    data_facts,
+    find_alike,
+    read_alike,
+    refuse_for_ranks,
+    refuse_unlike,
+    settings_facts,
+)
 from headrace.trainer.utilisation import peaks
 from headrace.units import format_bytes
 
@@ -57,6 +65,8 @@ if TYPE_CHECKING:
 
     Say = Callable[[str], None]
 
+_START_ALIKE = "start every rank with the same command, file, versions and kind of device"
+_READ_ALIKE = "give every rank the same files, and the same keys that choose among their documents"
 _logger = logging.getLogger(__name__)
 
 
@@ -120,6 +130,8 @@ def prepare(config: TrainConfig, stack: ExitStack, say: Say, ranks: Ranks) -> Pr
     tokenizer = preflight.load_tokenizer(config)
     check_harness(config, tokenizer)
     spec = model_checks.take_apart(config, preflight.load_model_config(config, tokenizer))
+    if ranks.size > 1:
+        refuse_unlike(ranks, settings_facts(config, spec, device), "settings", _START_ALIKE)
     with ranks.main_first():  # it is remembered
         _prove(spec, say, compiled=config.engine.compiles_on(device.type))
     model_checks.check_lengths(config, spec, tokenizer)
@@ -129,19 +141,22 @@ def prepare(config: TrainConfig, stack: ExitStack, say: Say, ranks: Ranks) -> Pr
         stack.enter_context(RunLock(config.output_dir))
         checkpoint = choose_checkpoint(config)
     told = ranks.tell(None if checkpoint is None else str(checkpoint))
-    checkpoint = None if told is None else Path(told)
-    saved = None if checkpoint is None else read_progress(checkpoint, dtype=config.dtype)
+    checkpoint, saved = None if told is None else Path(told), None
+    if checkpoint is not None:
+        find_alike(ranks, checkpoint)
+        read = partial(read_progress, checkpoint, dtype=config.dtype)
+        saved = read_alike(ranks, read, checkpoint)
     first_step = saved.step if saved else 0
     # Takes device memory of its own.
     ranks.connect(device, timeout_seconds=config.engine.lane_timeout_seconds)
     engine = place(config, spec, device, say, ranks)
     state = _allocate(config, spec, device, engine, stack=stack, say=say, ranks=ranks)
     if checkpoint is not None:
-        check_same_model(checkpoint, spec, state)
+        read_alike(ranks, partial(check_same_model, checkpoint, spec, state), checkpoint)
     if device.type == "cpu" and state.state_bytes >= heap.LARGE_STATE_BYTES:
         heap.map_large_blocks()
     size = checkpoint_bytes(spec, state, tokenizer)
-    preflight.check_disk(config, checkpoint_bytes=size, num_saves=1, first_step=first_step)
+    _check_disk(config, ranks, size, num_saves=1, first_step=first_step)
     with ranks.main_first():  # the others find everything tokenised
         loader, eval_sets = open_data(
             config,
@@ -153,17 +168,17 @@ def prepare(config: TrainConfig, stack: ExitStack, say: Say, ranks: Ranks) -> Pr
             num_ranks=ranks.size,
         )
     stack.callback(loader.close)
+    if ranks.size > 1:
+        refuse_unlike(ranks, data_facts(loader, eval_sets), "data", _READ_ALIKE)
     settings = loop_settings(config, loader.steps_per_epoch)
     schedule = Schedule(config.schedule_settings(settings.num_steps))
     num_saves = _num_saves(settings, loader.steps_per_epoch, first_step)
-    preflight.check_disk(config, checkpoint_bytes=size, num_saves=num_saves, first_step=first_step)
+    _check_disk(config, ranks, size, num_saves=num_saves, first_step=first_step)
     progress = _progress(config, saved, checkpoint, loader, say)
-    load_alike(ranks, lambda: _load_weights(config, spec, state, checkpoint, say), checkpoint)
+    read_alike(ranks, lambda: _load_weights(config, spec, state, checkpoint, say), checkpoint)
     if spec.carried.names:  # known only now
         size = checkpoint_bytes(spec, state, tokenizer)
-        preflight.check_disk(
-            config, checkpoint_bytes=size, num_saves=num_saves, first_step=first_step
-        )
+        _check_disk(config, ranks, size, num_saves=num_saves, first_step=first_step)
     return Prepared(
         config=config,
         device=device,
@@ -185,6 +200,16 @@ def prepare(config: TrainConfig, stack: ExitStack, say: Say, ranks: Ranks) -> Pr
         checkpoint=checkpoint,
         peaks=rates,
     )
+
+
+def _check_disk(
+    config: TrainConfig, ranks: Ranks, size: int, *, num_saves: int, first_step: int
+) -> None:
+    """Of the rank that writes: others may not even be able to."""
+    if ranks.is_main:
+        preflight.check_disk(
+            config, checkpoint_bytes=size, num_saves=num_saves, first_step=first_step
+        )
 
 
 def _prove(spec: ModelSpec, say: Say, *, compiled: bool) -> None:

@@ -256,20 +256,20 @@ def changed_settings(progress: Progress, config: TrainConfig) -> list[str]:
     """Settings that differ from the checkpoint's and change what is computed, for people."""
     before = {key: value for key, value in progress.config.items() if key not in _INCIDENTAL}
     now = {key: value for key, value in config.to_dict().items() if key not in _INCIDENTAL}
-    return list(_differences(before, now, ""))
+    return list(differences(before, now))
 
 
-def _differences(before: Any, now: Any, where: str) -> Iterator[str]:
+def differences(before: Any, now: Any, where: str = "") -> Iterator[str]:
     """``key: old -> new`` for every leaf that differs, dotted as on the command line."""
     if before == now:
         return
     if isinstance(before, dict) and isinstance(now, dict):
         inner = f"{where}." if where else ""
         for key in {**now, **before}:
-            yield from _differences(before.get(key), now.get(key), f"{inner}{key}")
+            yield from differences(before.get(key), now.get(key), f"{inner}{key}")
     elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
         for number, (old, new) in enumerate(zip(before, now, strict=True)):
-            yield from _differences(old, new, f"{where}.{number}")
+            yield from differences(old, new, f"{where}.{number}")
     else:
         yield f"{where}: {before} -> {now}"
 

@@ -18,6 +18,7 @@ from transformers.trainer_callback import TrainerState
 
 from headrace.engine import Engine
 from headrace.errors import DamagedCheckpointError, HeadraceError
+from headrace.interrupts import Stopped
 from headrace.models.flops import step_flops
 from headrace.parallel.ranks import Ranks
 from headrace.trainer.callbacks import Callbacks
@@ -101,17 +102,40 @@ def train(
     Raises:
         HeadraceError: anything of :mod:`headrace.errors`; see the class for what it means.
     """
-    console = console or Console()
-    ranks = Ranks.started()
-    with ranks.joined():  # what one of them is refused for ends all, and is said once
-        resolved, notes = resolve(config, overrides)
+    with StopRequest.before_the_first_step() as stop:
+        ranks = Ranks.started()
+        with ranks.joined():  # what one of them is refused for ends all, and is said once
+            resolved, notes = resolve(config, overrides)
+        shown = _Shown(console or Console(), resolved, ranks)
+        for note in notes:
+            shown.say(f"config: {note}")
+        result = _train(resolved, callbacks, shown, ranks, stop)
+        with ranks.joined():
+            ranks.close(failed=False)
+        return result
 
-    def say(text: str) -> None:
-        if resolved.progress != "none" and ranks.is_main:
-            console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    for note in notes:
-        say(f"config: {note}")
+class _Shown:
+    """Lines for people, of the main rank."""
+
+    def __init__(self, console: Console, config: TrainConfig, ranks: Ranks) -> None:
+        self.console = console
+        self._speaks = config.progress != "none" and ranks.is_main
+
+    def say(self, text: str) -> None:
+        if self._speaks:
+            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _train(
+    resolved: TrainConfig,
+    callbacks: Sequence[TrainerCallback],
+    shown: _Shown,
+    ranks: Ranks,
+    stop: StopRequest,
+) -> TrainResult:
+    """Prepare and run, from the last checkpoint that is not damaged."""
+    say = shown.say
     while True:
         with ExitStack() as stack, ranks.joined():
             try:
@@ -122,9 +146,7 @@ def train(
                     say(set_aside(resolved, error))
                 ranks.meet()
                 continue  # with the checkpoint before it
-            result = _Session(prepared, callbacks, stack, ranks).run(console, say)
-        ranks.close(failed=False)
-        return result
+            return _Session(prepared, callbacks, stack, ranks, stop).run(shown.console, say)
 
 
 class _Session:
@@ -136,9 +158,11 @@ class _Session:
         callbacks: Sequence[TrainerCallback],
         stack: ExitStack,
         ranks: Ranks,
+        stop: StopRequest,
     ) -> None:
         self._prepared = prepared
         self._ranks = ranks
+        self._stop = stop
         config, loader, settings = prepared.config, prepared.loader, prepared.settings
         self._out = config.output_dir
         self._saver = Saver(
@@ -182,6 +206,9 @@ class _Session:
         )
         self._record: RunRecord | None = None
         self._log: MetricsLog | None = None
+        quiet = config.progress == "none" or not ranks.is_main
+        stop.begin(requeue=config.requeue, quiet=quiet, ranks=ranks)
+        ranks.meet()  # nothing of an earlier run is deleted for one that some rank cannot begin
         if ranks.is_main:
             self._open_files(stack)
 
@@ -213,43 +240,41 @@ class _Session:
             num_steps=prepared.settings.num_steps,
             title=str(prepared.config.run_name or self._out.name),
         )
-        quiet = prepared.config.progress == "none" or not self._ranks.is_main
-        with StopRequest(requeue=prepared.config.requeue, quiet=quiet, ranks=self._ranks) as stop:
-            loop = TrainingLoop(
-                engine=self._engine,
-                loader=prepared.loader,
-                schedule=prepared.schedule,
-                evaluator=Evaluator(
-                    self._engine,
-                    prepared.eval_sets,
-                    prepared.eval_settings,
-                    rows_per_step=prepared.loader.settings.rows_per_step,
-                    harness=Harness(self._engine, prepared.tokenizer, prepared.config)
-                    if prepared.config.lm_eval_tasks
-                    else None,
-                ),
-                flops=partial(step_flops, prepared.spec),
-                peaks=prepared.peaks,
-                settings=prepared.settings,
-                progress=prepared.progress,
-                callbacks=self._callbacks,
-                display=display,
-                log=self._log,
-                saver=self._saver,
-                saved=self._saved,
-                stop=stop,
-            )
-            try:
-                with disk_full_told(self._out):
-                    loop.run()
-            except BaseException as error:
-                # A save under way is completed, unless somebody wants the process to end now.
-                self._saver.close(give_up=isinstance(error, KeyboardInterrupt))
-                self._failed(error, loop, display)
-                raise
-            finally:
-                display.close()
-        return self._ended(loop, stop, say)
+        loop = TrainingLoop(
+            engine=self._engine,
+            loader=prepared.loader,
+            schedule=prepared.schedule,
+            evaluator=Evaluator(
+                self._engine,
+                prepared.eval_sets,
+                prepared.eval_settings,
+                rows_per_step=prepared.loader.settings.rows_per_step,
+                harness=Harness(self._engine, prepared.tokenizer, prepared.config)
+                if prepared.config.lm_eval_tasks
+                else None,
+            ),
+            flops=partial(step_flops, prepared.spec),
+            peaks=prepared.peaks,
+            settings=prepared.settings,
+            progress=prepared.progress,
+            callbacks=self._callbacks,
+            display=display,
+            log=self._log,
+            saver=self._saver,
+            saved=self._saved,
+            stop=self._stop,
+        )
+        try:
+            with disk_full_told(self._out):
+                loop.run()
+        except BaseException as error:
+            # A save under way is completed, unless somebody wants the process to end now.
+            self._saver.close(give_up=isinstance(error, KeyboardInterrupt))
+            self._failed(error, loop, display)
+            raise
+        finally:
+            display.close()
+        return self._ended(loop, say)
 
     def _saved(self, step: int) -> None:
         if self._record is not None:
@@ -259,7 +284,7 @@ class _Session:
         outcome = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         if self._saver.last is not None:
             display.say(f"{outcome} after step {loop.step}; {self._saver.how_to_go_on}")
-        reason = error.message if isinstance(error, HeadraceError) else repr(error)
+        reason = error.message if isinstance(error, (HeadraceError, Stopped)) else repr(error)
         if self._record is None or self._log is None:
             return
         if self._saver.is_stuck:
@@ -277,12 +302,12 @@ class _Session:
             return {}
         return {"compile": {**counts.row(), "eager_reasons": dict(counts.eager_calls)}}
 
-    def _ended(self, loop: TrainingLoop, stop: StopRequest, say: Say) -> TrainResult:
+    def _ended(self, loop: TrainingLoop, say: Say) -> TrainResult:
         prepared, meter, checkpoint = self._prepared, loop.meter, self._saver.last
-        finished = loop.step >= prepared.settings.num_steps
+        finished = loop.step >= prepared.settings.num_steps and not loop.evaluation_due
         result = TrainResult(
             status="finished" if finished else "stopped",
-            exit_code=0 if finished else stop.exit_code,
+            exit_code=0 if finished else self._stop.exit_code,
             output_dir=self._out,
             checkpoint=checkpoint,
             step=loop.step,
@@ -314,7 +339,7 @@ class _Session:
             f"{format_count(result.num_tokens)} tokens in {format_duration(result.seconds)} of "
             f"steps, peak memory {format_bytes(result.peak_rss_bytes)} resident"
         )
-        if stop.exit_code and not finished and checkpoint is not None:
+        if self._stop.exit_code and not finished and checkpoint is not None:
             auto = prepared.config.resume_from_checkpoint == "auto"
             also = "" if auto else " with resume_from_checkpoint=auto"
             say(f"the same command{also} goes on from {checkpoint}")

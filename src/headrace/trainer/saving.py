@@ -61,7 +61,7 @@ class Saver:
     """Writes one checkpoint at a time.
 
     Attributes:
-        last: the last complete checkpoint, or None.
+        last: the last complete checkpoint, or None; of several ranks, as far as this one was told.
         stalled_seconds: how long training waited for saves.
         is_stuck: the disk stalls: nothing more should be written to it.
     """
@@ -85,8 +85,10 @@ class Saver:
         self._snapshot: Snapshot | None = None
         self._error: BaseException | None = None
         self._written: tuple[int, Path] | None = None
+        self._sent: tuple[int, Path] | None = None  # to the main rank, which may be writing yet
         self._pulse = Pulse()
         self.last = last
+        self.last_step = -1  # that this session has saved, complete
         self.stalled_seconds = 0.0
         self.is_stuck = False
 
@@ -205,10 +207,18 @@ class Saver:
         if error is not None:
             raise error
         assert self._written is not None
-        self.last = self._written[1]
+        if wait or self._ranks.is_main:
+            self.last_step, self.last = self._written
+        else:
+            self._sent = self._written
         if self._config.save_total_limit is not None and self._ranks.is_main:
             prune_checkpoints(self._config.output_dir, self._config.save_total_limit)
         return self._written
+
+    def learn(self, last_step: int) -> None:
+        """Take over which checkpoint of this session is the main rank's last complete one."""
+        if self._sent is not None and self._sent[0] == last_step:
+            self.last_step, self.last = self._sent
 
     def _join(self, stall_seconds: float | None = None) -> None:
         """Wait for the thread that writes, as long as it does."""

@@ -1,8 +1,9 @@
 """Stopping on request: SIGINT and SIGTERM ask for a stop between two steps.
 
-The invariant: the first signal never interrupts a step or a save. Launchers and terminals signal
-twice (a terminal's whole group gets SIGINT, torchrun and schedulers add SIGTERM of their own), so
-what comes within :data:`BURST_SECONDS` of the first is the same request; a later one stops the
+The invariant: the first signal never interrupts a step or a save, nor what follows the last one;
+before the first step, where nothing is lost, it ends the run at once. Launchers and terminals
+signal twice (a terminal's whole group gets SIGINT, torchrun and schedulers add SIGTERM), so what
+comes within :data:`BURST_SECONDS` of the first is the same request; a later one stops the
 process at once, without a save. Of several ranks any one's request stops all at the same step. The
 handlers that were there before are put back. Exit codes are those of shells, 128 plus the signal's
 number, or 75 when the run was saved and asked to be started again.
@@ -17,27 +18,25 @@ import time
 from typing import TYPE_CHECKING, Any, Self
 
 from headrace.errors import EXIT_OK, EXIT_REQUEUE
+from headrace.interrupts import BURST_SECONDS, SIGNALS, Stopped
 
 if TYPE_CHECKING:
     from types import FrameType, TracebackType
 
     from headrace.parallel.ranks import Ranks
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-BURST_SECONDS = 2.0
 _TOLD = (
     f"headrace: finishing the step, then saving; a signal after {BURST_SECONDS:g} s stops at once, "
     "without a save\n"
 )
 
 
-class StopNow(KeyboardInterrupt):
+class StopNow(Stopped):
     """A second request: nothing is finished and nothing is saved."""
 
     def __init__(self, number: signal.Signals) -> None:
         """Build from the signal that asked."""
-        super().__init__(f"stopped at once by a second signal, {number.name}")
-        self.exit_code = 128 + number
+        super().__init__(number, "stopped at once by a second signal, {}")
 
 
 class StopRequest:
@@ -60,16 +59,28 @@ class StopRequest:
             ranks: that stop together.
         """
         self.signal: signal.Signals | None = None
-        self._requeue = requeue
-        self._quiet = quiet
+        self.begin(requeue=requeue, quiet=quiet, ranks=ranks)
         self._asked: signal.Signals | None = None  # of this process, at any moment
         self._asked_at = 0.0
-        self._ranks = ranks if ranks is not None and ranks.size > 1 else None
         self._previous: dict[signal.Signals, Any] = {}
+
+    @classmethod
+    def before_the_first_step(cls) -> Self:
+        """One whose first signal ends the run at once, until :meth:`begin`."""
+        stop = cls()
+        stop._begun = False
+        return stop
+
+    def begin(self, *, requeue: bool, quiet: bool, ranks: Ranks | None) -> None:
+        """From now on a signal lets the step be finished; arguments as of the constructor."""
+        self._requeue = requeue
+        self._quiet = quiet
+        self._ranks = ranks if ranks is not None and ranks.size > 1 else None
+        self._begun = True
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for number in _SIGNALS:
+            for number in SIGNALS:
                 self._previous[number] = signal.signal(number, self._handle)
         return self
 
@@ -102,6 +113,8 @@ class StopRequest:
             # The time first: the next signal may interrupt between any two of these lines.
             self._asked_at = time.monotonic()
             self._asked = signal.Signals(number)
+            if not self._begun:  # should something swallow this, the first step will not
+                raise Stopped(self._asked, "stopped by {} before the first step; nothing is saved")
             if not self._quiet:
                 os.write(2, _TOLD.encode())  # nothing that could be waiting for a lock
         elif time.monotonic() - self._asked_at >= BURST_SECONDS:

@@ -6,8 +6,9 @@ import signal
 
 import pytest
 
+from headrace.interrupts import BURST_SECONDS, Interrupts, Stopped, end_of
 from headrace.trainer import signals
-from headrace.trainer.signals import BURST_SECONDS, StopNow, StopRequest
+from headrace.trainer.signals import StopNow, StopRequest
 
 
 @pytest.fixture
@@ -57,6 +58,48 @@ def test_a_signal_while_ranks_exchange_requests_counts_from_the_next_exchange(cl
         assert stop.exit_code == 0
         assert stop.agreed()
         assert stop.exit_code == 75
+
+
+def test_before_the_first_step_a_signal_ends_the_run_at_once(clock):
+    """Once: what a launcher adds must not break into how the run is closed."""
+    with StopRequest.before_the_first_step():
+        with pytest.raises(Stopped, match="SIGTERM before the first step") as caught:
+            signal.raise_signal(signal.SIGTERM)
+        assert not isinstance(caught.value, StopNow)
+        assert end_of(caught.value)[1] == 143
+        signal.raise_signal(signal.SIGINT)
+        clock.now += 1.1 * BURST_SECONDS
+        with pytest.raises(StopNow):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_a_signal_that_something_swallowed_stops_the_first_step(clock):
+    with StopRequest.before_the_first_step() as stop:
+        with pytest.raises(Stopped):
+            signal.raise_signal(signal.SIGTERM)
+        stop.begin(requeue=True, quiet=True, ranks=None)
+        assert stop.agreed()
+        assert stop.exit_code == 75
+
+
+def test_a_verb_is_interrupted_once_by_what_is_sent_twice(clock):
+    before = signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with Interrupts():
+            with pytest.raises(Stopped) as caught:
+                signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
+            clock.now += 1.1 * BURST_SECONDS
+            with pytest.raises(Stopped):
+                signal.raise_signal(signal.SIGTERM)
+        assert end_of(caught.value) == ("stopped by SIGTERM", 143)
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        with Interrupts():  # what is ignored, as under nohup, stays so
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_handlers_are_put_back(clock):

@@ -1,0 +1,91 @@
+"""What one rank finds, may or does otherwise than the others; called in each process first."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from pathlib import Path
+
+from transformers import TrainerCallback
+
+from headrace.errors import DamagedCheckpointError
+from headrace.trainer import preflight, prepare, run, together
+
+
+def slow_to_load(_rank):
+    """Says that the run is being prepared, and takes its time over it."""
+    real = prepare.initialise
+
+    def slowly(*arguments, **settings):
+        print("loading", flush=True)
+        time.sleep(2.0)
+        real(*arguments, **settings)
+
+    prepare.initialise = slowly
+
+
+def reads_other_documents(rank):
+    """The second rank's machine has an older copy of a file."""
+    if rank == 1:
+        real = prepare.open_data
+
+        def other(config, *arguments, **settings):
+            source = dataclasses.replace(config.datasets[0], max_samples=20)
+            return real(config.model_copy(update={"datasets": [source]}), *arguments, **settings)
+
+        prepare.open_data = other
+
+
+def has_another_model(rank):
+    """The second rank's machine has another config.json."""
+    if rank == 1:
+        real = preflight.load_model_config
+
+        def other(*arguments):
+            config = real(*arguments)
+            config.hidden_act = "gelu"
+            return config
+
+        preflight.load_model_config = other
+
+
+def sees_no_checkpoint(rank):
+    """The second rank's machine does not share the output folder."""
+    together.PATIENCE_SECONDS = 0.1
+    if rank == 1:
+        real = together.find_problem
+        together.find_problem = lambda path: real(Path("/nowhere") / path.name)
+
+
+def cannot_write(rank):
+    """The second rank may not write where the first one does."""
+    if rank == 1:
+        real = os.access
+        os.access = lambda path, mode, **more: mode != os.W_OK and real(path, mode, **more)
+
+
+def reads_damage(rank):
+    """The second rank reads other bits of the last checkpoint's record."""
+    if rank == 1:
+        real = prepare.read_progress
+
+        def damaged(path, **settings):
+            if path.name == "checkpoint-2":
+                raise DamagedCheckpointError("its bits are others", folder=path)
+            return real(path, **settings)
+
+        prepare.read_progress = damaged
+
+
+class Ends(TrainerCallback):
+    def __init__(self, error):
+        self.error = error
+
+    def on_log(self, *_, **__):
+        raise self.error
+
+
+def ends_in_a_callback(_rank, *, action):
+    error = {"KeyboardInterrupt": KeyboardInterrupt(), "SystemExit": SystemExit(7)}[action]
+    run.stopping_callbacks = lambda _: [Ends(error)]
