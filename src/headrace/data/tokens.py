@@ -28,7 +28,7 @@ from headrace.data.sources import CHAT_TYPES, DatasetSource
 from headrace.data.store_writer import FORMAT, StoreWriter, exclusive, remove_stale
 from headrace.data.templates import resolve_template
 from headrace.data.workers import choose_workers, encode_parts
-from headrace.errors import CapacityError, ConfigError, DataError, HeadraceError
+from headrace.errors import CapacityError, ConfigError, DataError, HeadraceError, RankError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -225,9 +225,11 @@ def _stored(
         with exclusive(temporary) as held:
             if held and _open(folder) is None:
                 _write(temporary, source, tokenizer, progress, workers)
-                shutil.rmtree(folder, ignore_errors=True)  # one that lost bytes, see _open
-                temporary.rename(folder)
-            elif held:
+                # Another machine's may have come into sight meanwhile, and is in use there.
+                if _open(folder) is None:
+                    shutil.rmtree(folder, ignore_errors=True)  # one that lost bytes, see _open
+                    temporary.rename(folder)
+            if held:
                 shutil.rmtree(temporary, ignore_errors=True)
     return store
 
@@ -271,7 +273,7 @@ def _write(
                 progress(writer.counts.num_documents, writer.counts.num_tokens)
         writer.finish()
     except (HeadraceError, OSError) as error:
-        if isinstance(error.__cause__, BrokenProcessPool):
+        if isinstance(error, RankError) or isinstance(error.__cause__, BrokenProcessPool):
             writer.sync()  # the parts are good, and the next start goes on from them
             raise
         shutil.rmtree(folder, ignore_errors=True)

@@ -20,7 +20,7 @@ from headrace.data.files import resolve_files
 from headrace.data.parts import Line, plan_parts, read_rows
 from headrace.data.sources import DatasetSource
 from headrace.data.tokens import tokenise
-from headrace.errors import DataError
+from headrace.errors import DataError, RankError
 
 
 def write(path, rows):
@@ -149,7 +149,18 @@ def test_several_processes_write_the_same_bytes(tmp_path, tokenizer, sentences, 
         tokenise(source, tokenizer, cache_dir=tmp_path / "two", num_workers=2)
 
 
-def test_a_worker_that_dies_keeps_the_parts(tmp_path, tokenizer, sentences, monkeypatch):
+def a_worker_died():
+    from concurrent.futures.process import BrokenProcessPool  # noqa: PLC0415 - one test
+
+    raise DataError("died") from BrokenProcessPool()
+
+
+def another_rank_failed():
+    raise RankError("rank 1 died")
+
+
+@pytest.mark.parametrize("end", [a_worker_died, another_rank_failed])
+def test_what_dies_elsewhere_keeps_the_parts(tmp_path, tokenizer, sentences, monkeypatch, end):
     source = DatasetSource(path=str(write(tmp_path / "a.jsonl", [{"text": t} for t in sentences])))
     monkeypatch.setattr(
         tokens_module, "plan_parts", lambda source: plan_parts(source, part_bytes=200)
@@ -157,14 +168,12 @@ def test_a_worker_that_dies_keeps_the_parts(tmp_path, tokenizer, sentences, monk
     real = tokens_module.encode_parts
 
     def killed(parts, source, tokenizer, num_workers):
-        from concurrent.futures.process import BrokenProcessPool  # noqa: PLC0415 - one test
-
         yield from list(real(parts[:2], source, tokenizer, 0))
-        raise DataError("died") from BrokenProcessPool()
+        end()
 
     with monkeypatch.context() as patched:
         patched.setattr(tokens_module, "encode_parts", killed)
-        with pytest.raises(DataError, match="died"):
+        with pytest.raises((DataError, RankError), match="died"):
             tokenise(source, tokenizer, cache_dir=tmp_path / "cache")
     begun = []
 

@@ -69,6 +69,19 @@ def test_a_store_that_lost_bytes_is_made_again(tmp_path, cache, tokenizer, sente
     assert documents(tokenise(source, tokenizer, cache_dir=cache)) == whole
 
 
+def test_a_store_that_comes_into_sight_late_stays(tmp_path, cache, tokenizer, monkeypatch):
+    """Another machine wrote it and reads it; a network shows it some time after."""
+    source = write_jsonl(tmp_path / "a.jsonl", [{"text": "one"}])
+    first = tokenise(source, tokenizer, cache_dir=cache)
+    file = (first.folder / "tokens.bin").stat().st_ino
+    real, hidden = tokens_module._open, [None] * 3
+    monkeypatch.setattr(tokens_module, "_open", lambda f: hidden.pop() if hidden else real(f))
+    second = tokenise(source, tokenizer, cache_dir=cache)
+    assert second.key == first.key
+    assert (second.folder / "tokens.bin").stat().st_ino == file
+    assert not list((cache / "tokens").glob(".writing-*"))
+
+
 def test_labels_may_begin_late(tmp_path, cache):
     rows = [{"input_ids": [1, 2]}, {"input_ids": [3, 4, 5], "labels": [-100, 4, 5]}]
     store = tokenise(write_jsonl(tmp_path / "a.jsonl", rows), None, cache_dir=cache)
