@@ -38,13 +38,12 @@ def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
 
     ranks = Ranks.started()
     ranks.connect(torch.device("cpu"), timeout_seconds=TIMEOUT)
-    while (job := pipe.recv()) is not None:
-        function, arguments = job
+    while True:
+        function, arguments = pipe.recv()
         try:
             pipe.send((True, function(ranks, **arguments)))
         except BaseException:  # noqa: BLE001 - shown by the test
             pipe.send((False, traceback.format_exc()))
-    ranks.close(failed=False)
 
 
 class Crew:
@@ -75,9 +74,6 @@ class Crew:
         return results
 
     def close(self) -> None:
-        for pipe in self._pipes:
-            pipe.send(None)
         for process in self._processes:
-            process.join(timeout=30)
-            if process.is_alive():
-                process.kill()
+            process.kill()
+            process.join()

@@ -123,7 +123,7 @@ def test_the_table_says_in_how_many_slices_experts_are_sent(config_file, monkeyp
     config["model_config"] = {**config["model_config"], **experts}
     config_file.write_text(yaml.safe_dump(config))
     chosen = []
-    for power in range(26, 18, -1):
+    for power in range(24, 18, -1):
         usable = GIB + 2**power  # a GiB is the context's
         room = Room(device_bytes=int(usable / USABLE_SHARE) + 1, host_bytes=GIB)
         monkeypatch.setattr(tuning, "room", lambda *args, room=room: room)

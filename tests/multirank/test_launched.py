@@ -1,7 +1,6 @@
 """Processes as a launcher starts them: the command line, signals, and ranks that fail or die."""
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -12,6 +11,7 @@ import pytest
 import yaml
 
 from crew import environment, free_port
+from preloaded import Command
 
 pytestmark = pytest.mark.multirank
 
@@ -74,23 +74,15 @@ def started(tmp_path):
     def start(*command, size=2, only=None):
         """``only``: a rank, and what it alone is told beside the command."""
         port = free_port()
-        processes.extend(
-            subprocess.Popen(
-                [sys.executable, *command, *([only[1]] if only and only[0] == rank else [])],
-                env=os.environ | environment(rank, size, port) | {"PYTHONFAULTHANDLER": "1"},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for rank in range(size)
-        )
+        for rank in range(size):
+            more = [only[1]] if only and only[0] == rank else []
+            environ = environment(rank, size, port)
+            processes.append(Command([*command, *more], environ, tmp_path / f"output-{rank}"))
         return processes
 
     yield start
     for process in processes:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
+        process.kill()
 
 
 def wait_for_steps(folder, count, processes):
@@ -100,21 +92,16 @@ def wait_for_steps(folder, count, processes):
     while not metrics.is_file() or metrics.read_text().count("\n") < count:
         assert time.monotonic() < deadline, "no steps"
         for process in processes:
-            assert process.poll() is None, process.communicate()[0]
+            assert process.exit_code is None, process.said()
         time.sleep(0.1)
 
 
 def ends(processes):
-    """Exit codes and outputs; of processes that do not end, where their threads stand."""
+    """Exit codes and outputs."""
     deadline = time.monotonic() + PATIENCE
-    outputs = []
     for process in processes:
-        try:
-            outputs.append(process.communicate(timeout=max(0, deadline - time.monotonic()))[0])
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGABRT)
-            outputs.append(process.communicate(timeout=PATIENCE)[0])
-    return [process.returncode for process in processes], outputs
+        process.end(max(0, deadline - time.monotonic()))
+    return [process.exit_code for process in processes], [process.said() for process in processes]
 
 
 def test_torchrun_trains(make_config, tmp_path):
@@ -137,7 +124,7 @@ def test_torchrun_trains(make_config, tmp_path):
 
 def test_a_signal_to_the_last_rank_saves_and_ends_all(config_file, started, tmp_path):
     """With the documented code, and a checkpoint of the step that all of them finished."""
-    processes = started("-m", "headrace", "train", config_file(requeue=True))
+    processes = started("train", config_file(requeue=True))
     wait_for_steps(tmp_path / "run", 2, processes)
     processes[1].send_signal(signal.SIGTERM)
     codes, outputs = ends(processes)
@@ -179,7 +166,7 @@ def test_a_rank_whose_memory_runs_short_ends_the_others_with_its_reason(
 def test_a_rank_that_is_killed_is_named_by_every_other_one(config_file, started, tmp_path, rank):
     """No word of its own: who left, in which step, how to go on; nothing of gloo's, once a rank."""
     saves = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
-    processes = started("-m", "headrace", "train", config_file(**saves), size=3)
+    processes = started("train", config_file(**saves), size=3)
     wait_for_steps(tmp_path / "run", 9, processes)
     processes[rank].kill()
     started_waiting = time.monotonic()
@@ -210,7 +197,7 @@ def test_a_rank_that_is_killed_is_named_by_every_other_one(config_file, started,
 )
 def test_a_bad_configuration_is_said_once(config_file, started, only, message):
     """By the first rank that has it; all end, with its code."""
-    command = ["-m", "headrace", "train", config_file()]
+    command = ["train", config_file()]
     if only is None:
         command.append("max_step=3")
     codes, outputs = ends(started(*command, only=only))

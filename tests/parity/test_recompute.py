@@ -172,6 +172,7 @@ def test_the_compiler_leaves_out_the_same_and_gradients_keep_their_bits(family):
     assert sum(counted) - products == len(LAST[family])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
 def test_a_real_compiler_keeps_the_bits_too():
     from torch._inductor import config  # noqa: PLC0415 - slow, here alone
