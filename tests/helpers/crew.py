@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
 import traceback
 from typing import Any
+
+from preloaded import CONTEXT, one_thread, start
 
 TIMEOUT = 120
 
@@ -32,6 +33,7 @@ def environment(rank: int, size: int, port: int) -> dict[str, str]:
 
 def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
     os.environ |= environment(rank, size, port)
+    one_thread()
     import torch  # noqa: PLC0415 - in the new process
 
     from headrace.parallel.ranks import Ranks  # noqa: PLC0415 - as above
@@ -50,16 +52,13 @@ class Crew:
     """Ranks that run one function after the other."""
 
     def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("spawn")
         port = free_port()
         self.size = size
         self._pipes, self._processes = [], []
         for rank in range(size):
-            mine, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, port, theirs), daemon=True)
-            process.start()
+            mine, theirs = CONTEXT.Pipe()
             self._pipes.append(mine)
-            self._processes.append(process)
+            self._processes.append(start(_serve, rank, size, port, theirs, daemon=True))
 
     def run(self, function: Any, **arguments: Any) -> list[Any]:
         """``function(ranks, **arguments)`` on every rank; a function of a module."""

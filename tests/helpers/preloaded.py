@@ -17,13 +17,23 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(
     ["headrace.trainer.run", "torch.distributed", "transformers.models.qwen3.modeling_qwen3"]
 )
+
+
+def start(function: Callable[..., None], *arguments: Any, daemon: bool = False) -> Any:
+    """A process that runs a module's function; a daemon ends with this one."""
+    process = CONTEXT.Process(target=function, args=arguments, daemon=daemon)
+    with pytest.MonkeyPatch.context() as patch:
+        # The first one starts the process with the imports; headrace sets this before torch's.
+        patch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
+        process.start()
+    return process
 
 
 class Command:
@@ -39,13 +49,8 @@ class Command:
         """
         self.output = output
         output.touch()
-        self._process = _CONTEXT.Process(
-            target=_run, args=([str(a) for a in arguments], dict(os.environ) | environ, output)
-        )
-        with pytest.MonkeyPatch.context() as patch:
-            # The first one starts the process with the imports; headrace sets this before torch's.
-            patch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
-            self._process.start()
+        arguments = [str(argument) for argument in arguments]
+        self._process = start(_run, arguments, dict(os.environ) | environ, output)
 
     @property
     def exit_code(self) -> int | None:
@@ -70,6 +75,13 @@ class Command:
         self._process.join()
 
 
+def one_thread() -> None:
+    """As a launcher has it; OMP_NUM_THREADS comes too late where torch is imported."""
+    import torch  # noqa: PLC0415 - in the new process
+
+    torch.set_num_threads(1)
+
+
 def _run(arguments: list[str], environ: dict[str, str], output: Any) -> None:
     descriptor = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
@@ -78,9 +90,7 @@ def _run(arguments: list[str], environ: dict[str, str], output: Any) -> None:
     faulthandler.enable()
     os.environ.clear()
     os.environ.update(environ)
-    import torch  # noqa: PLC0415 - in the new process
-
-    torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))
+    one_thread()
     if arguments[0].endswith(".py"):
         sys.argv = arguments
         runpy.run_path(arguments[0], run_name="__main__")
