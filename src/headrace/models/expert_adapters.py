@@ -52,8 +52,8 @@ class LowRank:
         missing = -a_XRI.shape[1] % ALIGNMENT
         a_XIR = F.pad(a_XRI, (0, 0, 0, missing)).transpose(1, 2)
         b_XRO = F.pad(b_XOR, (0, missing)).contiguous().transpose(1, 2)
-        inner_SR = grouped_matmul(rows_SI, a_XIR, ends_X)
-        return grouped_matmul(inner_SR, b_XRO, ends_X) * self.scaling
+        inner_SR = grouped_matmul(rows_SI, a_XIR, ends_X) * self.scaling
+        return grouped_matmul(inner_SR, b_XRO, ends_X)
 
 
 class AdaptedExperts(nn.Module):
