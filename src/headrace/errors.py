@@ -19,7 +19,10 @@ invariant is an ``assert``, never one of these.
 
 from __future__ import annotations
 
+import errno
 from typing import TYPE_CHECKING
+
+from headrace.interrupts import end_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -103,3 +106,26 @@ class LaneError(HeadraceError):
 
 class RankError(HeadraceError):
     """Another process of the run failed, left, or was never met."""
+
+
+def is_full_disk(error: BaseException) -> bool:
+    """Whether the system says that a disk, or a share of it, is full."""
+    return isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT}
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory of the host or of a device ran out; torch says so in a RuntimeError."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and "allocate memory" in str(error)
+
+
+def exit_code_of(error: BaseException) -> int:
+    """What a process returns that ends with an error, of whatever kind."""
+    if isinstance(error, HeadraceError):
+        return error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return end_of(error)[1]
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return error.code
+    return EXIT_WILL_NOT_FIT if is_full_disk(error) or is_out_of_memory(error) else EXIT_FAILED

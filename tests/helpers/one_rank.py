@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 from transformers import TrainerCallback
 
 from headrace.errors import DamagedCheckpointError
-from headrace.trainer import preflight, prepare, run, together
+from headrace.trainer import preflight, prepare, run, saving, together
 
 
 def slow_to_load(_rank):
@@ -76,6 +77,17 @@ def reads_damage(rank):
             return real(path, **settings)
 
         prepare.read_progress = damaged
+
+
+def cannot_save(rank):
+    """The main rank's disk fills up while a save is written beside the next step."""
+    if rank == 0:
+
+        def full(*_arguments, **_settings):
+            time.sleep(0.3)
+            raise OSError(errno.ENOSPC, "No space left on device", "optimizer.safetensors")
+
+        saving.write_checkpoint = full
 
 
 class Ends(TrainerCallback):

@@ -104,6 +104,15 @@ def test_what_ends_the_main_rank_in_a_callback_is_every_rank_s_code(forked, conf
     assert codes == [{"KeyboardInterrupt": 130, "SystemExit": 7}[action]] * 2, outputs
 
 
+def test_a_disk_that_is_full_beside_a_step_ends_all(forked, config_file):
+    """The others wait for the save before they take the step in which the main one waits."""
+    saves = {"save_strategy": "steps", "save_steps": 2}
+    forked.start("train", config_file(**saves), before=one_rank.cannot_save)
+    codes, outputs = forked.ends()
+    assert codes == [3, 3], outputs
+    assert "is full (optimizer.safetensors)" in outputs[0]
+
+
 def test_damage_that_one_rank_finds_is_passed_over_by_all(
     forked, run_config, config_file, tmp_path
 ):

@@ -1,12 +1,17 @@
-"""An error of :mod:`headrace.errors` says what to do about it, wherever it is raised."""
+"""An error of :mod:`headrace.errors` says what to do about it; every error has its exit code."""
 
 import ast
+import errno
+import signal
 from pathlib import Path
 
 import pytest
+import torch
 
 import headrace
 from headrace import errors
+from headrace.errors import ConfigError, exit_code_of
+from headrace.interrupts import Stopped
 
 SOURCE = Path(headrace.__file__).parent
 PACKAGES = [
@@ -42,3 +47,24 @@ def test_every_error_has_a_remedy(package):
 
 def test_a_refused_model_has_one_too():
     assert "headrace doctor --model" in errors.ModelRefusedError("it has no layers").remedy
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("no"), 2),
+        (OSError(errno.ENOSPC, "full"), 3),
+        (OSError(errno.ENOENT, "gone"), 1),
+        (MemoryError(), 3),
+        (torch.OutOfMemoryError("CUDA out of memory"), 3),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 3),
+        (RuntimeError("another"), 1),
+        (KeyboardInterrupt(), 130),
+        (Stopped(signal.SIGTERM), 143),
+        (SystemExit(7), 7),
+        (SystemExit("words"), 1),
+    ],
+)
+def test_every_error_has_the_code_of_what_it_is(error, code):
+    """All ranks of a run return that of the one that met it."""
+    assert exit_code_of(error) == code

@@ -7,7 +7,6 @@ or several. Errors of :mod:`headrace.errors` become one message on stderr and th
 
 from __future__ import annotations
 
-import errno
 import importlib
 import os
 import sys
@@ -153,7 +152,7 @@ def _interrupted(verb: str, error: KeyboardInterrupt) -> int:
 
 
 def _run(verb: str, arguments: list[str]) -> int:
-    from headrace.errors import EXIT_WILL_NOT_FIT, HeadraceError
+    from headrace.errors import HeadraceError, exit_code_of, is_full_disk, is_out_of_memory
 
     _prepare_libraries()
     call = _call_as_rank if verb == "train" and _num_processes() > 1 else _call
@@ -172,7 +171,7 @@ def _run(verb: str, arguments: list[str]) -> int:
             return _interrupted(verb, cause)
         raise
     except OSError as error:
-        if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+        if not is_full_disk(error):
             raise
         # Every file a verb writes may be the one that finds the disk full.
         where = error.filename or "one of the files it writes"
@@ -180,16 +179,16 @@ def _run(verb: str, arguments: list[str]) -> int:
             f"headrace {verb}: the disk is full ({where})\n  remedy: free space, and start again",
             file=sys.stderr,
         )
-        return EXIT_WILL_NOT_FIT
+        return exit_code_of(error)
     except (MemoryError, RuntimeError) as error:
-        # torch says so in a RuntimeError; what knows better what to change has said so before.
-        host = isinstance(error, MemoryError) or "allocate memory" in str(error)
-        if not host and type(error).__name__ != "OutOfMemoryError":
+        # What knows better what to change has said so before.
+        if not is_out_of_memory(error):
             raise
+        device = type(error).__name__ == "OutOfMemoryError"
         line = (str(error).strip().splitlines() or ["no more of it"])[0]
         print(
-            f"headrace {verb}: {'host' if host else 'device'} memory ran out: {line}\n  remedy: "
+            f"headrace {verb}: {'device' if device else 'host'} memory ran out: {line}\n  remedy: "
             "give it more memory, or less to hold",
             file=sys.stderr,
         )
-        return EXIT_WILL_NOT_FIT
+        return exit_code_of(error)

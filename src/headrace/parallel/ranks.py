@@ -282,6 +282,16 @@ class Ranks:
                     raise reason from error
             raise
 
+    def thread_failed(self, error: BaseException) -> None:
+        """End all ranks with the error of a thread that others wait for, or that waits for them."""
+        if self._watch is not None:
+            self._watch.thread_failed(error)
+
+    def raises(self) -> None:
+        """The main thread is about to raise an error that a thread of it may have told."""
+        if self._watch is not None:
+            self._watch.raises()
+
     def close(self, *, failed: bool) -> None:
         """Leave the groups; a run that did not fail waits for the slowest rank."""
         if self.size == 1:

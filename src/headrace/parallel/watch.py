@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from headrace.errors import EXIT_FAILED, HeadraceError, LaneError, RankError
+from headrace.errors import HeadraceError, LaneError, RankError, exit_code_of
 from headrace.interrupts import end_of
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Watch:
     """Looks after the ranks of a run from a thread of its own.
 
     Attributes:
-        reason: why the run must end, once another rank failed; else None.
+        reason: why the run must end, once another rank or a thread of this one failed; else None.
         where: the run stands, as in ``"in step 7"``; None before its first step.
         how_to_go_on: a command or key that does, for the remedy.
     """
@@ -65,7 +65,7 @@ class Watch:
         self._lost: int | None = None
         self._ended = threading.Event()
         self._use = threading.Lock()  # of the store
-        self.reason: RankError | None = None
+        self.reason: BaseException | None = None
         self._previous: Any = None
         self._in_main = threading.current_thread() is threading.main_thread()
         if self._in_main:
@@ -78,7 +78,7 @@ class Watch:
             self._told = True
             raise self.reason
 
-    def lost(self, error: BaseException) -> RankError:
+    def lost(self, error: BaseException) -> BaseException:
         """Why a call to other ranks broke: what one of them told, or which of them is gone."""
         self._suspects = True
         deadline = time.monotonic() + NAMED_SECONDS
@@ -119,16 +119,27 @@ class Watch:
             self._wait_until_heard()
         return reason
 
+    def thread_failed(self, error: BaseException) -> None:
+        """Tell all ranks of an error in another thread than the main one, which raises it.
+
+        The main thread may wait, in a collective, for a rank that waits for that thread.
+        """
+        if self._told:  # it is ending already
+            return
+        with contextlib.suppress(RuntimeError, ValueError):  # the store is gone, and is missed
+            self._tell(error)
+            self._end(error)
+
+    def raises(self) -> None:
+        """The main thread is about to raise; nothing else needs to make it."""
+        self._told = True
+
     def _tell(self, error: BaseException, *, lost: int | None = None) -> dict[str, Any]:
         """Tell all ranks of an error, of this one or of a lost one; what was told first counts."""
         known = error if isinstance(error, HeadraceError) else None
-        message, exit_code = known.message if known else repr(error), EXIT_FAILED
-        if known is not None:
-            exit_code = known.exit_code
-        elif isinstance(error, KeyboardInterrupt):
-            message, exit_code = end_of(error)
-        elif isinstance(error, SystemExit) and isinstance(error.code, int):
-            exit_code = error.code
+        message = known.message if known else repr(error)
+        if isinstance(error, KeyboardInterrupt):
+            message, _ = end_of(error)
         # What a run was refused for is for people to change, and a signal is their own: they read
         # it once.
         refused = known is not None and self.where is None and lost is None
@@ -137,7 +148,7 @@ class Watch:
             "lost": lost,
             "message": message,
             "remedy": known.remedy if known else None,
-            "exit_code": exit_code,
+            "exit_code": exit_code_of(error),
             "said": refused or isinstance(error, KeyboardInterrupt),
         }
         with self._use:
@@ -224,7 +235,7 @@ class Watch:
         limit = SUSPECT_SECONDS if self._suspects else SILENCE_SECONDS
         return (rank, silence) if silence > limit else None
 
-    def _end(self, reason: RankError) -> None:
+    def _end(self, reason: BaseException) -> None:
         """Have the main thread raise; end the process if it cannot."""
         if not self._settled:
             self.reason = reason
@@ -243,7 +254,7 @@ class Watch:
             time.sleep(GRACE_SECONDS)
             if not getattr(error, "said", False):
                 print(f"headrace: rank {self._rank}: {error}", file=sys.stderr, flush=True)
-            os._exit(getattr(error, "exit_code", EXIT_FAILED))
+            os._exit(exit_code_of(error))
 
         threading.Thread(target=end, name="headrace-last-resort", daemon=True).start()
 

@@ -2,9 +2,10 @@
 
 Owns the one save that may be under way. The invariants: a checkpoint holds the state of its step
 and of no other (:mod:`headrace.store.snapshot`); a save that failed ends the run with its reason at
-the next step, and one whose disk stalls does where training must wait for it; when this is closed
-nothing reads the state any more, but for what a stalled disk holds. Of several ranks the main one
-writes, and the others send it what they hold. Decides nothing about when to save.
+the next step, of several ranks at once, for they wait for each other's saves; one whose disk stalls
+does where training must wait for it; when this is closed nothing reads the state any more, but for
+what a stalled disk holds. Of several ranks the main one writes, and the others send it what they
+hold. Decides nothing about when to save.
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ class Saver:
         self._written: tuple[int, Path] | None = None
         self._sent: tuple[int, Path] | None = None  # to the main rank, which may be writing yet
         self._pulse = Pulse()
+        self._closing = False  # the run fails, and has its reason
         self.last = last
         self.last_step = -1  # that this session has saved, complete
         self.stalled_seconds = 0.0
@@ -122,6 +124,8 @@ class Saver:
                 self._written = step, self._send_or_write(snapshot, step, trainer_state)
         except BaseException as error:  # noqa: BLE001 - handed to whoever waits
             self._error = error
+            if not self._closing:
+                self._ranks.thread_failed(error)
         finally:
             snapshot.close()
 
@@ -205,6 +209,7 @@ class Saver:
         self._thread = self._snapshot = None
         error, self._error = self._error, None
         if error is not None:
+            self._ranks.raises()
             raise error
         assert self._written is not None
         if wait or self._ranks.is_main:
@@ -233,6 +238,7 @@ class Saver:
         Of several ranks, given up: others may not send theirs any more. What waits for one of them
         does not read the state, and is left waiting.
         """
+        self._closing = True
         if self._ranks.size > 1:
             if self._snapshot is not None and self._thread is not None:
                 self._snapshot.give_up()
