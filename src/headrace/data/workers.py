@@ -102,9 +102,9 @@ def encode_parts(
             "kept, and the same command goes on from them",
         ) from error
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-        wanted.close()
+        wanted.close()  # workers end at once
         alive.close()
+        pool.shutdown(cancel_futures=True)  # what is left open is warned of by Python
 
 
 def _start(source: DatasetSource, tokenizer: Any, alive: Connection) -> None:

@@ -104,7 +104,8 @@ def train(
     """
     with StopRequest.before_the_first_step() as stop:
         ranks = Ranks.started()
-        with ranks.joined():  # what one of them is refused for ends all, and is said once
+        # What one of them is refused for ends all, and is said once.
+        with ranks.joined(), stop.spares_errors():
             resolved, notes = resolve(config, overrides)
         shown = _Shown(console or Console(), resolved, ranks)
         for note in notes:
@@ -137,7 +138,7 @@ def _train(
     """Prepare and run, from the last checkpoint that is not damaged."""
     say = shown.say
     while True:
-        with ExitStack() as stack, ranks.joined():
+        with ExitStack() as stack, ranks.joined(), stop.spares_errors():
             try:
                 with memory_told("while the run was prepared"):
                     prepared = prepare(resolved, stack, say, ranks)

@@ -11,6 +11,7 @@ number, or 75 when the run was saved and asked to be started again.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -21,6 +22,7 @@ from headrace.errors import EXIT_OK, EXIT_REQUEUE
 from headrace.interrupts import BURST_SECONDS, SIGNALS, Stopped
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import FrameType, TracebackType
 
     from headrace.parallel.ranks import Ranks
@@ -77,6 +79,15 @@ class StopRequest:
         self._quiet = quiet
         self._ranks = ranks if ranks is not None and ranks.size > 1 else None
         self._begun = True
+
+    @contextlib.contextmanager
+    def spares_errors(self) -> Iterator[None]:
+        """A first signal breaks into no error that leaves this block: ranks tell it each other."""
+        try:
+            yield
+        except BaseException:
+            self._begun = True
+            raise
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():

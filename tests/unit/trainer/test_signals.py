@@ -82,6 +82,14 @@ def test_a_signal_that_something_swallowed_stops_the_first_step(clock):
         assert stop.exit_code == 75
 
 
+def test_a_signal_does_not_break_into_an_error_that_is_told():
+    """Other ranks would return its code, and nobody say it."""
+    with StopRequest.before_the_first_step() as stop:
+        with pytest.raises(ZeroDivisionError), stop.spares_errors():
+            raise ZeroDivisionError
+        signal.raise_signal(signal.SIGTERM)
+
+
 def test_a_verb_is_interrupted_once_by_what_is_sent_twice(clock):
     before = signal.getsignal(signal.SIGTERM)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
