@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from headrace.audit.panel import Panel
 
 _FEW = 0.02  # of the rows
-_NEARLY_ALL = 0.9  # of the target's variance; t(2) tails hold about half in 2% of their rows
+_NEARLY_ALL = 0.9  # of the variance; tails of t(3) never hold that in so few rows, of t(2) at times
 
 
 def oddities(panel: Panel) -> tuple[str, ...]:
