@@ -39,18 +39,25 @@ def start(function: Callable[..., None], *arguments: Any, daemon: bool = False) 
 class Command:
     """One process."""
 
-    def __init__(self, arguments: Sequence[str], environ: Mapping[str, str], output: Path) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        environ: Mapping[str, str],
+        output: Path,
+        before: Callable[[], None] | None = None,
+    ) -> None:
         """Start it.
 
         Args:
             arguments: of ``headrace``, or a script and its own.
             environ: beside this process's.
             output: file for what it prints.
+            before: called in the process first; a function of a module, or a partial one.
         """
         self.output = output
         output.touch()
         arguments = [str(argument) for argument in arguments]
-        self._process = start(_run, arguments, dict(os.environ) | environ, output)
+        self._process = start(_run, arguments, dict(os.environ) | environ, output, before)
 
     @property
     def exit_code(self) -> int | None:
@@ -82,7 +89,7 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def _run(arguments: list[str], environ: dict[str, str], output: Any) -> None:
+def _run(arguments: list[str], environ: dict[str, str], output: Any, before: Any) -> None:
     descriptor = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -91,6 +98,8 @@ def _run(arguments: list[str], environ: dict[str, str], output: Any) -> None:
     os.environ.clear()
     os.environ.update(environ)
     one_thread()
+    if before is not None:
+        before()
     if arguments[0].endswith(".py"):
         sys.argv = arguments
         runpy.run_path(arguments[0], run_name="__main__")

@@ -1,6 +1,5 @@
 """Ranks of which one is told, given or shown something else: all end alike, and it is said once."""
 
-import functools
 import json
 import signal
 
@@ -8,20 +7,16 @@ import pytest
 import yaml
 
 import one_rank
-from forked import Forked
+from forked import Forked, wait_for
 
 pytestmark = pytest.mark.multirank
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    return Forked(tmp_path_factory.mktemp("ranks"))
-
-
 @pytest.fixture
-def forked(server):
-    yield server
-    server.close()
+def forked(tmp_path_factory):
+    ranks = Forked(tmp_path_factory.mktemp("ranks"))
+    yield ranks
+    ranks.close()
 
 
 @pytest.fixture
@@ -46,9 +41,9 @@ def test_a_signal_while_the_run_is_prepared_ends_all(
 ):
     """With its code, in a line of one rank: the others would wait for what one alone knows."""
     ranks = forked.start("train", config_file(), before=one_rank.slow_to_load)
-    ranks[1].wait_for("loading")
+    wait_for(ranks[1], "loading")
     for rank in to:
-        ranks[rank].signal(number)
+        ranks[rank].send_signal(number)
     codes, outputs = forked.ends()
     assert codes == [code, code], outputs
     assert said(outputs) == 1, outputs
@@ -67,7 +62,7 @@ def test_a_signal_while_the_run_is_prepared_ends_all(
     ids=["another key", "other documents", "another model", "another command"],
 )  # fmt: skip
 def test_a_rank_that_would_do_something_else_is_refused(forked, config_file, only, before, message):
-    forked.start("train", config_file(), only=only and (1, only), before=before)
+    forked.start("train", config_file(), only=only, before=before)
     codes, outputs = forked.ends()
     assert codes == [2, 2], outputs
     assert said(outputs) == 1, outputs
@@ -96,12 +91,10 @@ def test_only_the_rank_that_writes_needs_a_folder_to_write_to(forked, config_fil
     assert "rank 1 does not find" in outputs[1]
 
 
-@pytest.mark.parametrize("action", ["KeyboardInterrupt", "SystemExit"])
-def test_what_ends_the_main_rank_in_a_callback_is_every_rank_s_code(forked, config_file, action):
-    before = functools.partial(one_rank.ends_in_a_callback, action=action)
-    forked.start("train", config_file(), before=before)
+def test_what_ends_the_main_rank_in_a_callback_is_every_rank_s_code(forked, config_file):
+    forked.start("train", config_file(), before=one_rank.exits_in_a_callback)
     codes, outputs = forked.ends()
-    assert codes == [{"KeyboardInterrupt": 130, "SystemExit": 7}[action]] * 2, outputs
+    assert codes == [7, 7], outputs
 
 
 def test_a_disk_that_is_full_beside_a_step_ends_all(forked, config_file):
