@@ -47,10 +47,16 @@ class Interrupts:
     """While the context is entered, signals that nobody else answers raise :class:`Stopped`.
 
     Python delivers signals to the main thread alone; in another one this does nothing.
+
+    Attributes:
+        entered: the one that answers now, if any.
     """
+
+    entered: Interrupts | None = None
 
     def __init__(self) -> None:
         self._raised_at: float | None = None
+        self._spares = False
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
@@ -58,6 +64,7 @@ class Interrupts:
             for number in SIGNALS:
                 if signal.getsignal(number) in _DEFAULTS:
                     self._previous[number] = signal.signal(number, self._handle)
+        Interrupts.entered = self
         return self
 
     def __exit__(
@@ -69,9 +76,22 @@ class Interrupts:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()
+        Interrupts.entered = None
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
         if self._raised_at is None or now - self._raised_at >= BURST_SECONDS:
             self._raised_at = now
+            if self._spares:
+                self._spares = False
+                return
             raise Stopped(signal.Signals(number))
+
+    @classmethod
+    def spare_the_error(cls) -> None:
+        """An error is on its way to people: the next request does not break into it.
+
+        A launcher ends the processes that are left as soon as the first one has failed.
+        """
+        if (entered := cls.entered) is not None:
+            entered._spares = True  # noqa: SLF001 - of this class

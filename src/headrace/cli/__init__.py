@@ -95,13 +95,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _in_groups() -> bool:
     """Whether this process still belongs to others of a run, or waits for them."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available():
+    meeting = getattr(sys.modules.get("headrace.parallel.ranks"), "MEETING", None)
+    if meeting is None:  # not imported, or not to its end
         return False
-    from headrace.parallel.ranks import MEETING
+    from torch import distributed
 
-    waits = any(thread.name == MEETING for thread in threading.enumerate())
-    return waits or bool(distributed.is_initialized())
+    waits = any(thread.name == meeting for thread in threading.enumerate())
+    return waits or (distributed.is_available() and distributed.is_initialized())
 
 
 def _num_processes() -> int:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from headrace.errors import HeadraceError, LaneError, RankError, exit_code_of
-from headrace.interrupts import end_of
+from headrace.interrupts import Interrupts, end_of
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -97,6 +97,7 @@ class Watch:
     def failed(self, error: BaseException) -> BaseException:
         """Tell the others of an error here; the reason to show is the first that any rank told."""
         self._told = True
+        Interrupts.spare_the_error()
         if _is_connection(error):
             error = self.lost(error)
         # A peer that died breaks the calls of others before it is missed: its own word comes first.

@@ -92,13 +92,13 @@ def tune(
         CapacityError: nothing fits; nothing was allocated.
         HeadraceError: whatever makes the run impossible.
     """
+    preflight.refuse_several_processes("tune")
     config, notes = resolve(config_file, overrides)
     for note in notes:
         say(f"config: {note}")
     target = output or beside(config_file)
     if not target.parent.is_dir():
         raise ConfigError(f"{target.parent} is no folder", remedy="create it, or correct --output")
-    preflight.refuse_several_processes("tune")
     device = preflight.choose_device(config.device)
     tokenizer = preflight.load_tokenizer(config)
     spec = model_checks.take_apart(config, preflight.load_model_config(config, tokenizer))

@@ -106,6 +106,14 @@ def test_a_verb_is_interrupted_once_by_what_is_sent_twice(clock):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         with Interrupts():  # what is ignored, as under nohup, stays so
             signal.raise_signal(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        with Interrupts():
+            Interrupts.spare_the_error()
+            signal.raise_signal(signal.SIGTERM)  # a launcher's, as another rank has ended
+            clock.now += 1.1 * BURST_SECONDS
+            with pytest.raises(Stopped):
+                signal.raise_signal(signal.SIGTERM)
+        Interrupts.spare_the_error()  # nobody's
     finally:
         signal.signal(signal.SIGTERM, before)
 
