@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 # Two entities without their mean are one series, mirrored: what they add to the contrast cancels,
 # and their sums show no error. Three and four are told from it, by t with 2 and 3 degrees.
 MIN_CLUSTERS = 3
+_RUN_BLOCKS = 2
 # Of the other side's spread: what is left of a constant when means of dates are taken from it.
 _ROUNDING = 1e-12
 
@@ -64,6 +65,9 @@ class Contrast:
         clusters: ``"dates"`` or ``"entities"``, likewise.
         p_value: one-sided, the largest.
         p_by_normalisation: the larger of both clusterings for each.
+        brief: part of the pooled contrast that is left when gain and target lose their mean over
+            each run of ``run`` sessions; 1 where rows are of entities.
+        run: sessions.
     """
 
     before: Estimate
@@ -73,6 +77,8 @@ class Contrast:
     clusters: Literal["dates", "entities"]
     p_value: float
     p_by_normalisation: dict[str, float]
+    brief: float
+    run: int
 
     @property
     def method(self) -> str:
@@ -180,6 +186,10 @@ def contrast(
         for key, estimate in tests.items()
     }
     counts = max(p_values, key=lambda key: p_values[key])
+    brief, run = 1.0, _RUN_BLOCKS * length
+    if entity is None and (whole := tests["pooled", "dates"].value) > 0:
+        parts = [_brief_covariance(gain[s], target[s], session[s], run) for s in sides]
+        brief = (parts[0] - parts[1]) / total_variance / whole
     return Contrast(
         before=arms[counts[0]][0],
         after=arms[counts[0]][1],
@@ -190,7 +200,18 @@ def contrast(
         p_by_normalisation={
             name: max(p for key, p in p_values.items() if key[0] == name) for name in arms
         },
+        brief=float(brief),
+        run=run,
     )
+
+
+def _brief_covariance(gain: Array, target: Array, session: NDArray[np.integer], run: int) -> float:
+    """Covariance of what changes within runs of ``run`` sessions, of one side."""
+    first = int(session.min())
+    block = (session - first) // run
+    counts = np.maximum(np.bincount(block), 1)
+    means = [(np.bincount(block, values) / counts)[block] for values in (gain, target)]
+    return float(((gain - means[0]) * (target - means[1])).mean())
 
 
 def _influences(

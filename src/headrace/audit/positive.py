@@ -87,7 +87,12 @@ def positive_control(
         planted_share=share,
         detected=any(
             p <= config.level
-            and not excuse(over.contrast.value, before=over.before.value, own_p=own.p_value)
+            and not excuse(
+                over.contrast.value,
+                before=over.before.value,
+                own_p=own.p_value,
+                brief=(over.brief, over.run),
+            )
             for (over, own), p in zip(results.values(), adjusted, strict=True)
         ),
         contrasts=figures,

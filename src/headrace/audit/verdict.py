@@ -28,6 +28,11 @@ BEFORE_PART = 0.5
 # predict worse than nothing at times, and a model that predicts nothing then gains on them.
 OWN_LEVEL = 0.2
 
+# What a model knows of dates moves with them. Whoever reads the date or the past predicts the drift
+# of a target that drifts, and more of it on the longer side of a cutoff: a contrast that is gone
+# when means over a few weeks are taken out tells nothing.
+BRIEF_PART = 0.5
+
 CHANNEL_WORDS: dict[str, str] = {
     "common": "what all entities do together on a date",
     "entity": "how entities differ on a date",
@@ -57,6 +62,7 @@ class Evidence:
         contrast_own_p: p-value of the contrast of the model's predictions alone, by channel.
         contrast_share, contrast_detectable: share of var(y); ``contrast_before``: the gain before
             the cutoff.
+        contrast_brief: (part of the contrast within runs of sessions, their number), likewise.
         contrast_failed: why a channel has no contrast.
         recall: (significant before, significant after); ``None`` without a probe on either side.
         r2_negative: both arms below zero.
@@ -80,6 +86,7 @@ class Evidence:
     contrast_share: dict[Channel, float] = field(default_factory=dict)
     contrast_before: dict[Channel, float] = field(default_factory=dict)
     contrast_detectable: dict[Channel, float] = field(default_factory=dict)
+    contrast_brief: dict[Channel, tuple[float, int]] = field(default_factory=dict)
     contrast_failed: dict[Channel, str] = field(default_factory=dict)
     recall: tuple[bool, bool] | None = None
     r2_negative: bool = False
@@ -175,7 +182,9 @@ def judge(evidence: Evidence) -> Judgement:
     )
 
 
-def excuse(share: float, *, before: float, own_p: float) -> str:
+def excuse(
+    share: float, *, before: float, own_p: float, brief: tuple[float, int] = (1.0, 0)
+) -> str:
     """Why a significant contrast of ``share`` of var(y) is no claim, or ""."""
     if share < LEAST_SHARE:
         return f"it is less than {LEAST_SHARE:g}"
@@ -183,6 +192,11 @@ def excuse(share: float, *, before: float, own_p: float) -> str:
         return (
             f"the gain before the cutoff is {before:.2g}: the model did worse after it, not well "
             "before"
+        )
+    if brief[0] < BRIEF_PART:
+        return (
+            f"{1 - brief[0]:.0%} of it lies in what lasts longer than {brief[1]} sessions, such as "
+            "a trend, which a model follows that knows the date or the past"
         )
     if own_p >= OWN_LEVEL:
         return f"the model's own predictions do not fall at the cutoff (p = {own_p:.2g})"
@@ -195,6 +209,7 @@ def _excuse(evidence: Evidence, channel: Channel) -> str:
         share,
         before=evidence.contrast_before.get(channel, share),
         own_p=evidence.contrast_own_p.get(channel, 0.0),
+        brief=evidence.contrast_brief.get(channel, (1.0, 0)),
     )
 
 
