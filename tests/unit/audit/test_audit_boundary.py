@@ -14,6 +14,7 @@ from headrace.audit.conclude import channel_contrast
 from headrace.audit.measure import build_layout
 from headrace.audit.synthetic import SyntheticConfig, simulate
 from headrace.audit.tables import FigureMaker
+from headrace.audit.verdict import excuse
 
 SESSIONS = 400
 
@@ -67,6 +68,24 @@ def test_two_entities_are_one_series_and_its_blocks_as_long_as_it_persists():
         blocks[persistence] = channel_contrast(gain, layout, "entity", SESSIONS // 2).contrast
     assert blocks[0.0].num_blocks == 76  # 380 sessions in fives
     assert 10 <= blocks[0.9].num_blocks < 20
+
+
+@pytest.mark.parametrize(("drifts", "part"), [(True, 0.0), (False, 0.9)])
+def test_a_drift_that_the_date_predicts_is_no_knowledge(drifts, part):
+    """More of a trend lies on the longer side: its contrast is significant, and tells nothing."""
+    rng = np.random.default_rng(0)
+    session, noise = np.arange(SESSIONS), 0.5 * rng.standard_normal(SESSIONS)
+    trend, known = np.linspace(-0.5, 0.5, SESSIONS), np.where(session < 240, noise, 0.0)
+    found = contrast(
+        gain=trend if drifts else known, target=trend + noise, session=session,
+        cutoff_session=240, gap=10, length=5, total_variance=1.0,
+    )  # fmt: skip
+    assert found.p_value < 0.01
+    assert found.brief == pytest.approx(part, abs=0.1)
+    assert found.run == 10
+    share, brief = found.contrast.value, (found.brief, found.run)
+    reason = excuse(share, before=found.before.value, own_p=0.0, brief=brief)
+    assert ("what lasts longer than 10 sessions" in reason) == drifts
 
 
 def test_figures_name_the_clusters_that_count():
