@@ -74,11 +74,11 @@ def test_two_entities_are_one_series_and_its_blocks_as_long_as_it_persists():
 def test_a_drift_that_the_date_predicts_is_no_knowledge(drifts, part):
     """More of a trend lies on the longer side: its contrast is significant, and tells nothing."""
     rng = np.random.default_rng(0)
-    session, noise = np.arange(SESSIONS), 0.5 * rng.standard_normal(SESSIONS)
-    trend, known = np.linspace(-0.5, 0.5, SESSIONS), np.where(session < 240, noise, 0.0)
+    session, noise = np.arange(SESSIONS), 0.25 * rng.standard_normal(SESSIONS)
+    trend, known = np.linspace(-0.5, 0.5, SESSIONS), np.where(session < 300, noise, 0.0)
     found = contrast(
         gain=trend if drifts else known, target=trend + noise, session=session,
-        cutoff_session=240, gap=10, length=5, total_variance=1.0,
+        cutoff_session=300, gap=10, length=5, total_variance=1.0,
     )  # fmt: skip
     assert found.p_value < 0.01
     assert found.brief == pytest.approx(part, abs=0.1)
