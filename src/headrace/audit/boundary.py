@@ -31,6 +31,7 @@ from scipy import stats
 from headrace.audit.resample import (
     MIN_BLOCKS,
     MIN_BLOCKS_A_SIDE,
+    MIN_CLUSTERS,
     Estimate,
     clustered,
     date_block_mean,
@@ -46,9 +47,6 @@ if TYPE_CHECKING:
     Array = NDArray[np.float64]
 
 
-# Two entities without their mean are one series, mirrored: what they add to the contrast cancels,
-# and their sums show no error. Three and four are told from it, by t with 2 and 3 degrees.
-MIN_CLUSTERS = 3
 _RUN_BLOCKS = 2
 # Of the other side's spread: what is left of a constant when means of dates are taken from it.
 _ROUNDING = 1e-12

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from headrace.audit import limits, tables
-from headrace.audit.boundary import MIN_CLUSTERS, Contrast, contrast, two_sides
+from headrace.audit.boundary import Contrast, contrast, two_sides
 from headrace.audit.config import parse_date
 from headrace.audit.records import (
     ContaminationRecord,
@@ -22,7 +22,7 @@ from headrace.audit.records import (
     PerplexityRecord,
     RecallRecord,
 )
-from headrace.audit.resample import holm, max_t, persistent_length
+from headrace.audit.resample import MIN_CLUSTERS, holm, max_t, persistent_length
 from headrace.audit.verdict import Evidence, judge
 from headrace.errors import DataError
 
@@ -260,7 +260,7 @@ def _record(
             untested=layout.untested,
             said_by_features=limits.said_by_features(layout),
             skill_p=skill_p,
-            skill_test="walk-forward, date blocks" if layout.refusal else "shifted dates",
+            skill_test="walk-forward, without shifts" if layout.refusal else "shifted dates",
             too_few_shifts=limits.too_few_shifts(layout),
             skill_detectable={
                 channel: limits.detectable_skill(measured, layout, channel)

@@ -25,6 +25,7 @@ from headrace.audit.resample import (
     block_length,
     date_block_mean,
     draw_offsets,
+    row_mean,
 )
 from headrace.audit.skill import Skill, purged_skill
 from headrace.audit.threads import single_blas
@@ -286,7 +287,12 @@ def _measure(
             ahead = purged_skill(book, view.unshifted(), layout.forward[channel])
             tested = ~np.isnan(ahead.deviation)
             product = ahead.deviation[tested] * view.target[tested]
-            forward[channel] = date_block_mean(product, view.session[tested], length=length)
+            session, unit = view.session[tested], view.unit[tested]
+            forward[channel] = (
+                row_mean(product, session, unit, length=length)
+                if channel == "entity"
+                else date_block_mean(product, session, length=length)
+            )
         del book
     level = _measure_level(values, layout, twin=twin) if tables else None
     return Measurement(skill=skill, forward=forward, level=level)

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     Array = NDArray[np.float64]
 
 NUM_PERIODS = 12
+_METHODS = {"dates": "date_block_t", "entities": "entity_cluster_t"}
 
 
 def null_of(kind: str, values: Sequence[float] | Array) -> Null | None:
@@ -85,7 +86,7 @@ class FigureMaker:
             stack=self.stack,
             low=low,
             high=high,
-            method="date_block_t" if low is not None else "",
+            method=_METHODS[estimate.clusters] if low is not None else "",
             num_blocks=estimate.num_blocks,
             note=note,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from scipy import stats
+from scipy.signal import lfilter
 
 from headrace.audit.resample import (
     admissible_offsets,
@@ -17,6 +18,7 @@ from headrace.audit.resample import (
     holm,
     max_t,
     persistent_length,
+    row_mean,
     scaled,
     shift_p,
     shift_p_two_sided,
@@ -188,3 +190,23 @@ def test_blocks_grow_with_a_series_that_persists_and_not_with_noise():
     andrews = 1.1447 * (4 * rho**2 / ((1 - rho) ** 2 * (1 + rho) ** 2) * 1000) ** (1 / 3)
     assert length == int(np.ceil(andrews))
     assert persistent_length(series, length) == length
+
+
+def test_what_lasts_in_entities_is_no_evidence_from_every_date():
+    """Products of an entity persist for months where both its target and its vectors do."""
+    rejected = {"dates": 0, "both": 0}
+    entity, session = np.divmod(np.arange(30 * 400), 400)
+    for seed in range(100):
+        shocks = np.random.default_rng(seed).standard_normal((2, 30, 700))
+        target, vector = lfilter([0.2], [1, -0.98], shocks)[..., 300:]
+        product = (target * vector).ravel()
+        estimates = {
+            "dates": date_block_mean(product, session, length=5),
+            "both": row_mean(product, session, entity, length=5),
+        }
+        for name, estimate in estimates.items():
+            rejected[name] += estimate.p_above() <= 0.05
+    assert rejected["dates"] > 15
+    assert rejected["both"] <= 9
+    two = entity < 2
+    assert row_mean(product[two], session[two], entity[two], length=5).clusters == "dates"
