@@ -1,23 +1,32 @@
 """Adapters on stacked experts: PEFT's gradients, files and merged weights, and no more work."""
 
 import json
+import warnings
+from dataclasses import replace
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
 from families import family_config
-from headrace.errors import ConfigError, ModelRefusedError
+from headrace.errors import ConfigError, DataError, ModelRefusedError
 from headrace.models.lora import LoraSettings
 from headrace.models.slices import check_slices
 from headrace.models.spec import ModelSpec
 from headrace.models.structure import structure
-from headrace.selftest.adapters import check_adapters
-from headrace.selftest.checks import relative_errors, streamed_gradients
-from headrace.selftest.reference import reference_gradients, with_adapters
+from headrace.selftest.adapters import check_adapters, tiny_settings
+from headrace.selftest.checks import CheckFailedError, relative_errors, streamed_gradients
+from headrace.selftest.reference import reference_gradients, reference_model, with_adapters
 from headrace.selftest.twin import filled_state, make_batches, tiny_config
-from headrace.store.adapter_files import read_adapter, read_settings, write_adapter
+from headrace.store.adapter_files import (
+    initialise_adapters,
+    read_adapter,
+    read_settings,
+    write_adapter,
+)
+from headrace.trainer.config import checked
 from tiny import EXPERT_SIZES
 
 MAX_GRADIENT_ERROR = 1e-5
@@ -143,6 +152,8 @@ def test_settings_and_values_come_back_from_the_files(tmp_path):
         ("DeepSeek-V3", {"target_parameters": EXPERTS, "layers": (0,)}, "in the layers asked for"),
         ("Qwen3-MoE", {"target_parameters": EXPERTS, "modules_to_save": ("experts",)}, "whole"),
         ("DeepSeek-V3", {"target_modules": ("gate_proj", "up_proj")}, "lora_target_parameters: "),
+        ("Qwen3-MoE", {"target_modules": ("gate_proj", "up_proj")}, r"lora_target_parameters: \["),
+        ("Mixtral", {"target_modules": ("w1", "w2", "w3")}, r"lora_target_parameters: \["),
     ],
 )
 def test_what_experts_cannot_have_is_refused(family, keys, message):
@@ -151,9 +162,31 @@ def test_what_experts_cannot_have_is_refused(family, keys, message):
     assert refused.value.remedy
 
 
-def test_dropout_is_refused_as_by_peft():
-    with pytest.raises(ConfigError, match="PEFT has none"):
-        LoraSettings(dropout=0.1, target_parameters=EXPERTS)
+LORA_KEYS = {
+    "model_name_or_path": "model", "datasets": [{"path": "d"}], "output_dir": "o",
+    "adapter": "lora",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"lora_dropout": 0.1, "lora_target_parameters": list(EXPERTS)}, "PEFT has none"),
+        ({"lora_target_parameters": [""]}, "an empty name"),
+        ({"lora_modules_to_save": "gate,"}, "an empty name"),
+    ],
+)
+def test_keys_that_no_model_can_have_are_refused_before_one_is_read(keys, message):
+    with pytest.raises(ConfigError, match=message) as refused:
+        checked(LORA_KEYS | keys)
+    assert refused.value.remedy
+
+
+def test_names_may_be_one_text_as_in_other_trainers_files():
+    keys = {"lora_target_parameters": EXPERTS[0], "lora_modules_to_save": "embed_tokens, gate"}
+    settings = checked(LORA_KEYS | keys).lora_settings()
+    assert settings.target_parameters == EXPERTS[:1]
+    assert settings.modules_to_save == ("embed_tokens", "gate")
 
 
 def test_layers_whose_experts_have_adapters_are_not_sliced():
@@ -161,3 +194,101 @@ def test_layers_whose_experts_have_adapters_are_not_sliced():
     assert not spec.experts
     with pytest.raises(ConfigError, match=r"down_proj has adapters, which are sent with"):
         check_slices(spec, 2)
+
+
+class TestAdaptersThatPeftWrote:
+    """``lora_model_dir``: whatever PEFT makes of a configuration, the file is gone on from."""
+
+    @staticmethod
+    def write(config, folder, **keys):
+        """Save PEFT's own adapters on a model's own weights; returns all it was made of."""
+        plain = ModelSpec(config)
+        state = filled_state(plain)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = get_peft_model(reference_model(plain, state), LoraConfig(**keys))
+        torch.manual_seed(0)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data += 0.05 * torch.randn(parameter.shape)
+        model.save_pretrained(folder)
+        return state, model.base_model.model
+
+    @pytest.mark.parametrize(
+        "keys",
+        [
+            # PEFT turns these into adapters on stacks, of twice the rank where two are one.
+            {"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]},
+            {
+                "target_modules": ["q_proj"],
+                "target_parameters": list(EXPERTS),
+                "rank_pattern": {"gate_up_proj": 3},
+                "alpha_pattern": {"layers.1.self_attn.q_proj": 2},
+            },
+            # PEFT's key is for modules alone.
+            {
+                "target_modules": ["q_proj"],
+                "target_parameters": list(EXPERTS),
+                "layers_to_transform": [1],
+            },
+        ],
+        ids=["converted", "patterns", "layers"],
+    )
+    def test_have_the_gradients_of_peft(self, tmp_path, keys):
+        config = AutoConfig.for_model("qwen3_moe", **EXPERT_SIZES | {"head_dim": 16})
+        base, model = self.write(config, tmp_path, **keys)
+        settings = read_settings(tmp_path)
+        spec = ModelSpec(config, lora=settings)
+        state = filled_state(spec)
+        for unit, same in zip(state.units, base.units, strict=True):
+            values = {param.name: same.master(param) for param in same.layout.params}
+            for param in unit.layout.params:
+                if not param.adapter:
+                    unit.set_master(param, values[param.name])
+        read_adapter(tmp_path, state)
+        batches = make_batches(2, cuts=(4, 11))
+        wanted_loss, wanted = reference_gradients(model, batches)
+        loss, found = streamed_gradients(spec, state, batches)
+        assert loss == pytest.approx(wanted_loss, abs=2e-6)
+        assert max(relative_errors(found, wanted).values()) <= MAX_GRADIENT_ERROR
+        again_loss, _ = reference_gradients(with_adapters(spec, state), batches)
+        assert again_loss == wanted_loss
+        assert check_adapters(tiny_config(spec), tiny_settings(spec.adapters)).error <= 1e-5
+        base.close()
+        state.close()
+
+    @pytest.mark.parametrize("entry", [{"r": None}, {"rank_pattern": {"q_proj": "x"}}])
+    def test_a_file_that_is_not_as_peft_writes_it_is_refused(self, tmp_path, entry):
+        values = {"peft_type": "LORA", "r": 4, "lora_alpha": 8} | entry
+        (tmp_path / "adapter_config.json").write_text(json.dumps(values))
+        with pytest.raises(DataError, match="not as PEFT writes it"):
+            read_settings(tmp_path)
+
+
+@pytest.mark.parametrize("initialisation", ["default", "gaussian"])
+def test_every_expert_begins_as_in_peft(initialisation):
+    settings = replace(LORA, rank=4, initialisation=initialisation)
+    spec = ModelSpec(AutoConfig.for_model("mixtral", **EXPERT_SIZES), lora=settings)
+    state = filled_state(spec)
+    initialise_adapters(spec, state, seed=0)
+    for unit in state.units:
+        for param in unit.layout.params:
+            if not param.adapter:
+                continue
+            value = unit.master(param)
+            if ".lora_B." in param.name:
+                assert not value.any()
+            elif initialisation == "gaussian":
+                assert value.std() == pytest.approx(1 / settings.rank, rel=0.1)
+            else:
+                bound = param.shape[1] ** -0.5
+                assert 0.95 * bound < value.abs().max() <= bound
+    state.close()
+
+
+def test_an_adapter_that_peft_loses_on_loading_is_named():
+    """transformers renames ``shared_expert.`` of this class, by a pattern whose dot means any."""
+    spec = ModelSpec.from_config(AutoConfig.for_model("laguna"))
+    settings = LoraSettings(rank=2, target_modules=("shared_experts.up_proj",))
+    with pytest.raises(CheckFailedError, match=r"does not load .*shared_experts\.up_proj\.lora_A"):
+        check_adapters(tiny_config(spec), settings)

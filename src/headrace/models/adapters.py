@@ -82,6 +82,15 @@ class Adapters:
             path += ".base_layer"
         raise KeyError(name)
 
+    def rank(self, name: str, rows: int) -> int:
+        """The rank of an A by its path in PEFT's files and its rows: experts have one each."""
+        path = name.rpartition(".lora_A.")[0]
+        for parameter in self.parameters:
+            module, part = self.on_parameter(parameter)
+            if module == path:
+                return rows // part.num_experts
+        return rows
+
 
 def attach(
     plain: nn.Module, layers_path: str, settings: LoraSettings, build: Callable[[], nn.Module]
@@ -139,14 +148,8 @@ def find_parameters(plain: nn.Module, layers_path: str, settings: LoraSettings) 
     if not settings.target_parameters:
         return []
     prefix = f"{layers_path}."
-    stacked = {
-        f"{path}.{name}"
-        for path, module in plain.named_modules()
-        if path.startswith(prefix) and runs_as_ours(module)
-        for name, parameter in module.named_parameters(recurse=False)
-        if parameter.dim() == STACKED
-    }
-    known = sorted({path.removeprefix(prefix).partition(".")[2] for path in stacked})
+    stacked = _stacked(plain, prefix)
+    known = _known(stacked, prefix)
     remedy = "leave it out: the model has no stacked experts"
     if known:
         remedy = f"its stacked experts have {', '.join(known)}"
@@ -154,11 +157,13 @@ def find_parameters(plain: nn.Module, layers_path: str, settings: LoraSettings) 
     for path, _ in plain.named_parameters():
         names = {wanted for wanted in settings.target_parameters if _ends_with(path, wanted)}
         used |= names
-        if not names or not _in_layers(path, prefix, settings.layers):
+        layers = settings.layers if settings.layers_of_parameters else None
+        if not names or not _in_layers(path, prefix, layers):
             continue
         if path not in stacked:
             raise ModelRefusedError(
-                f"lora_target_parameters: {path} is no parameter of stacked experts", remedy=remedy
+                f"lora_target_parameters: {path} is no parameter of stacked experts",
+                remedy=f"{remedy}; PEFT merges an adapter on others into its model",
             )
         if is_saved_whole(path, settings):
             raise ConfigError(
@@ -175,6 +180,21 @@ def find_parameters(plain: nn.Module, layers_path: str, settings: LoraSettings) 
             remedy=remedy,
         )
     return found
+
+
+def _stacked(plain: nn.Module, prefix: str) -> set[str]:
+    """Paths of the parameters that hold a matrix an expert."""
+    return {
+        f"{path}.{name}"
+        for path, module in plain.named_modules()
+        if path.startswith(prefix) and runs_as_ours(module)
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.dim() == STACKED
+    }
+
+
+def _known(stacked: set[str], prefix: str) -> list[str]:
+    return sorted({path.removeprefix(prefix).partition(".")[2] for path in stacked})
 
 
 def find_targets(plain: nn.Module, layers_path: str, settings: LoraSettings) -> list[str]:
@@ -209,11 +229,13 @@ def find_targets(plain: nn.Module, layers_path: str, settings: LoraSettings) -> 
         what = ", ".join(map(repr, lacking)) or repr(wanted)
         known = sorted({path.rpartition(".")[2] for path in _linear_paths(plain, prefix)})
         near = difflib.get_close_matches(lacking[0] if lacking else str(wanted), known, n=1)
+        remedy = f"did you mean {near[0]}? " if near else ""
+        if stacks := _known(_stacked(plain, prefix), prefix):
+            remedy = f"lora_target_parameters: [{', '.join(stacks)}] means its experts; "
         raise ConfigError(
             f"adapter targets: no module of {type(plain).__name__} is named {what}"
             + ("" if settings.layers is None else " in the layers asked for"),
-            remedy=(f"did you mean {near[0]}? " if near else "")
-            + f"its layers have {', '.join(known)}",
+            remedy=f"{remedy}its layers have {', '.join(known)}",
         )
     return found
 
@@ -286,6 +308,8 @@ def _injected(
         or None,
         use_rslora=settings.use_rslora,
         init_lora_weights=True if settings.initialisation == "default" else "gaussian",
+        rank_pattern=dict(settings.rank_pattern),
+        alpha_pattern={pattern: _whole(alpha) for pattern, alpha in settings.alpha_pattern},
         bias="none",
     )
     with warnings.catch_warnings():

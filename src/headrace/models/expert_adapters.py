@@ -64,6 +64,7 @@ class AdaptedExperts(nn.Module):
         lora_A: A by the adapter's name.
         lora_B: B by the adapter's name.
         parameter_name: of the experts.
+        num_experts: of the parameter.
         scaling: of B A.
     """
 
@@ -77,7 +78,7 @@ class AdaptedExperts(nn.Module):
         self.lora_A, self.lora_B = wrapper.lora_A, wrapper.lora_B
         self.parameter_name: str = wrapper.parameter_name
         self._adapter = adapter
-        self._num_experts = int(wrapper.num_experts)
+        self.num_experts = int(wrapper.num_experts)
         self.scaling = float(wrapper.scaling[adapter])
 
     def nested(self) -> Iterator[AdaptedExperts]:
@@ -100,7 +101,7 @@ class AdaptedExperts(nn.Module):
 
     def low_rank(self, a: torch.Tensor, b: torch.Tensor) -> LowRank:
         """These adapters with given values."""
-        return LowRank(a, b, self._num_experts, self.scaling)
+        return LowRank(a, b, self.num_experts, self.scaling)
 
     def forward(
         self, hidden_ND: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

@@ -27,9 +27,12 @@ class LoraSettings:
         target_parameters: parameters of stacked experts that get an adapter an expert, by what
             their names end with, as in PEFT.
         layers: numbers of the layers that get adapters; None for all.
+        layers_of_parameters: ``layers`` limits ``target_parameters``, too; PEFT's key does not.
         use_rslora: scale by ``alpha / sqrt(rank)`` instead (arXiv:2312.03732).
         initialisation: of A: ``"default"`` (Kaiming, as PEFT) or ``"gaussian"``; B is zero.
         modules_to_save: modules that are trained whole, by what their names end with, as in PEFT.
+        rank_pattern: other ranks, by regular expressions for the end of a name, as in PEFT.
+        alpha_pattern: other alphas, likewise.
     """
 
     rank: int = 8
@@ -38,20 +41,25 @@ class LoraSettings:
     target_modules: str | tuple[str, ...] = ALL_LINEAR
     target_parameters: tuple[str, ...] = ()
     layers: tuple[int, ...] | None = None
+    layers_of_parameters: bool = True
     use_rslora: bool = False
     initialisation: Literal["default", "gaussian"] = "default"
     modules_to_save: tuple[str, ...] = ()
+    rank_pattern: tuple[tuple[str, int], ...] = ()
+    alpha_pattern: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse what gives no adapter."""
-        if self.rank < 1:
+        ranks = (self.rank, *(rank for _, rank in self.rank_pattern))
+        if min(ranks) < 1:
             raise ConfigError(
-                f"the rank of adapters is {self.rank}; it must be at least 1",
+                f"the rank of adapters is {_listed(ranks)}; it must be at least 1",
                 remedy="lora_r: 16, or another positive number",
             )
-        if not 0 < self.alpha < float("inf"):
+        alphas = (self.alpha, *(alpha for _, alpha in self.alpha_pattern))
+        if not all(0 < alpha < float("inf") for alpha in alphas):
             raise ConfigError(
-                f"the alpha of adapters is {self.alpha}; it must be above 0, and finite",
+                f"the alpha of adapters is {_listed(alphas)}; it must be above 0, and finite",
                 remedy="lora_alpha: twice lora_r is usual",
             )
         if not 0 <= self.dropout < 1:
@@ -73,3 +81,7 @@ class LoraSettings:
                     f"adapter targets {self.target_modules!r}: {error}",
                     remedy="a list of names, a regular expression, or all-linear",
                 ) from error
+
+
+def _listed(values: tuple[float, ...]) -> str:
+    return ", ".join(f"{value}" for value in dict.fromkeys(values))

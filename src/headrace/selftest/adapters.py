@@ -21,7 +21,7 @@ from headrace.selftest.checks import (
     check_gradients,
     streamed_gradients,
 )
-from headrace.selftest.reference import documents, logits_of, with_adapters
+from headrace.selftest.reference import documents, logits_of, plain, with_adapters
 from headrace.selftest.twin import filled_state, make_batches
 from headrace.store.checkpoint import export_pretrained
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from headrace.models.lora import LoraSettings
     from headrace.store.state import ModelState
 
+MAX_RANK = 4
 MAX_MERGED_ERROR = 1e-4  # of the largest logit: one rounding of each weight, through all layers
 
 
@@ -39,7 +40,8 @@ def tiny_settings(adapters: Adapters) -> LoraSettings:
     """The same adapters on a tiny twin, which has fewer layers and drops nothing."""
     return replace(
         adapters.settings,
-        rank=min(adapters.settings.rank, 4),
+        rank=min(adapters.settings.rank, MAX_RANK),
+        rank_pattern=tuple((k, min(r, MAX_RANK + 1)) for k, r in adapters.settings.rank_pattern),
         dropout=0.0,  # PEFT would draw another mask
         target_modules=adapters.relative_targets,
         target_parameters=adapters.relative_parameters,
@@ -63,12 +65,27 @@ def check_adapters(tiny: Any, settings: LoraSettings, *, compiled: bool = False)
     state = filled_state(spec)
     try:
         model = with_adapters(spec, state)
+        _check_loaded(state, model)
         found = check_gradients(spec, state, model, compiled=compiled)
         _check_alive(spec, state)
         _check_merged(spec, state, model)
     finally:
         state.close()
     return found
+
+
+def _check_loaded(state: ModelState, model: nn.Module) -> None:
+    """PEFT passes over what it cannot place in its own file, and leaves fresh adapters there."""
+    loaded = {plain(name): value for name, value in model.named_parameters()}
+    for unit in state.units:
+        for param in unit.layout.params:
+            if not param.trainable or torch.equal(loaded[param.name].cpu(), unit.master(param)):
+                continue
+            raise CheckFailedError(
+                f"PEFT does not load {param.name} from the file it belongs in: transformers gives "
+                "that name another meaning when it reads weights of this class. Leave its module "
+                "out of lora_target_modules"
+            )
 
 
 def _check_alive(spec: ModelSpec, state: ModelState) -> None:

@@ -128,13 +128,13 @@ def reference_gradients(
             loss = loss + weight * _balancing_loss(model, routers)
         loss.backward()  # type: ignore[no-untyped-call]  # untyped in torch
     return total, {
-        _plain(name): torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        plain(name): torch.zeros_like(p) if p.grad is None else p.grad.clone()
         for name, p in model.named_parameters()
         if p.requires_grad
     }
 
 
-def _plain(name: str) -> str:
+def plain(name: str) -> str:
     """A parameter's name without what PEFT's wrappers add."""
     return plain_name(name.replace(".modules_to_save.", "."))
 

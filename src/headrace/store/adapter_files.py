@@ -33,11 +33,11 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 
 # What of PEFT's configuration has its counterpart here, or says nothing about the computation.
 _KNOWN = {
-    "r", "lora_alpha", "target_modules", "target_parameters", "use_rslora", "modules_to_save",
-    "layers_to_transform", "init_lora_weights", "lora_dropout", "base_model_name_or_path",
-    "revision", "inference_mode",
-    "task_type", "peft_type", "peft_version", "auto_mapping", "fan_in_fan_out",
-    "ensure_weight_tying", "megatron_core", "runtime_config",
+    "r", "lora_alpha", "rank_pattern", "alpha_pattern", "target_modules", "target_parameters",
+    "use_rslora", "modules_to_save", "layers_to_transform", "init_lora_weights", "lora_dropout",
+    "base_model_name_or_path", "revision", "inference_mode", "task_type", "peft_type",
+    "peft_version", "auto_mapping", "fan_in_fan_out", "ensure_weight_tying", "megatron_core",
+    "runtime_config",
 }  # fmt: skip
 
 
@@ -110,6 +110,16 @@ def read_settings(folder: Path) -> LoraSettings:
             f"no adapter in {folder}: {CONFIG_FILE}: {error}", remedy="name an adapter's folder"
         ) from error
     _refuse_foreign(folder, values)
+    try:
+        return _settings(values)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(
+            f"{folder / CONFIG_FILE} is not as PEFT writes it: {type(error).__name__}: {error}",
+            remedy="take the file as PEFT or headrace saved it",
+        ) from error
+
+
+def _settings(values: Mapping[str, Any]) -> LoraSettings:
     targets = values.get("target_modules")
     layers = values.get("layers_to_transform")
     return LoraSettings(
@@ -119,8 +129,11 @@ def read_settings(folder: Path) -> LoraSettings:
         target_modules=targets if isinstance(targets, str) else tuple(sorted(targets or ())),
         target_parameters=tuple(sorted(values.get("target_parameters") or ())),
         layers=None if layers is None else tuple([layers] if isinstance(layers, int) else layers),
+        layers_of_parameters=False,
         use_rslora=bool(values.get("use_rslora")),
         modules_to_save=tuple(values.get("modules_to_save") or ()),
+        rank_pattern=tuple((k, int(v)) for k, v in (values.get("rank_pattern") or {}).items()),
+        alpha_pattern=tuple((k, float(v)) for k, v in (values.get("alpha_pattern") or {}).items()),
     )
 
 
@@ -155,7 +168,8 @@ def initialise_adapters(spec: ModelSpec, state: ModelState, *, seed: int) -> Non
                     continue
                 value = torch.zeros(param.shape)
                 if ".lora_A." in param.name and settings.initialisation == "gaussian":
-                    nn.init.normal_(value, std=1 / param.shape[0])
+                    rank = spec.adapters.rank(param.name, param.shape[0])
+                    nn.init.normal_(value, std=1 / rank)
                 elif ".lora_A." in param.name:
                     nn.init.kaiming_uniform_(value, a=5**0.5)
                 unit.set_master(param, value)

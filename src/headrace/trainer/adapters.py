@@ -90,8 +90,14 @@ def describe(spec: ModelSpec) -> str:
         )
         if paths
     ]
+    other = "".join(
+        f", {what} {value:g} of {pattern}"
+        for what, patterns in (("rank", settings.rank_pattern), ("alpha", settings.alpha_pattern))
+        for pattern, value in patterns
+    )
     text = (
-        f"rank {settings.rank}, alpha {settings.alpha:g}{dropout} on {' and '.join(places)}, "
+        f"rank {settings.rank}, alpha {settings.alpha:g}{other}{dropout} "
+        f"on {' and '.join(places)}, "
         f"{spec.num_trainable_parameters:,} parameters to train; the model stays as it is"
     )
     if settings.modules_to_save:

@@ -83,6 +83,18 @@ class ModelKeys(BaseModel):
             )
         return value or None
 
+    @field_validator("lora_target_parameters", "lora_modules_to_save", mode="before")
+    @classmethod
+    def _names(cls, value: Any, info: Any) -> Any:
+        if isinstance(value, str):  # as LLaMA-Factory writes lists
+            value = [name.strip() for name in value.split(",")]
+        if isinstance(value, list) and "" in value:
+            raise ConfigError(
+                f"{info.field_name}: {value!r} holds an empty name, which every name ends with",
+                remedy="remove it",
+            )
+        return value
+
     @field_validator("unfrozen_parameters", "frozen_parameters", mode="before")
     @classmethod
     def _patterns(cls, value: Any, info: Any) -> Any:
@@ -129,6 +141,7 @@ class ModelKeys(BaseModel):
                     "frozen_parameters have no effect",
                     remedy="lora_modules_to_save names what is trained besides",
                 )
+            self.lora_settings()  # refuses what no model could have
         return self
 
     def lora_settings(self) -> LoraSettings | None:
