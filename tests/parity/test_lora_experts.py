@@ -112,6 +112,31 @@ def test_neither_a_sum_of_the_experts_size_exists_nor_its_gradient():
     assert largest["adapters"] < experts <= largest["experts"]
 
 
+@pytest.mark.parametrize(("rank", "copies"), [(8, 2), (5, 4)])
+def test_a_kept_layer_holds_no_more_copies_of_adapters_than_products_need(rank, copies):
+    """B's experts lie side by side, and are copied; A only to fill up its rank."""
+    settings = replace(LORA, rank=rank)
+    config = AutoConfig.for_model("qwen3_moe", **EXPERT_SIZES | {"head_dim": 16})
+    experts = ModelSpec(config, lora=settings).parts.layers[0].mlp.experts
+    experts = experts.to_empty(device="cpu").float()
+    stacks = set()
+    for name, parameter in experts.named_parameters():
+        torch.nn.init.ones_(parameter.requires_grad_("lora" in name))
+        stacks.add(parameter.untyped_storage().data_ptr())
+
+    def saved(tensor):
+        if tensor.dim() == 3 and tensor.untyped_storage().data_ptr() not in stacks:
+            stacks.add(tensor.untyped_storage().data_ptr())
+            made.append(tensor)
+        return tensor
+
+    made = []
+    with torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor):
+        chosen_NK = torch.tensor([[0, 1], [2, 3]])
+        experts(torch.ones(2, config.hidden_size), chosen_NK, torch.ones(2, 2))
+    assert len(made) == copies
+
+
 def test_layers_with_the_same_adapters_share_a_template():
     config = AutoConfig.for_model("qwen3_moe", **EXPERT_SIZES)
     layers = ModelSpec(config, lora=LORA).parts.layers

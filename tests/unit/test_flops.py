@@ -13,6 +13,7 @@ from headrace.models.flops import (
     matmul_parameters,
     step_flops,
 )
+from headrace.models.lora import LoraSettings
 from headrace.models.spec import ModelSpec
 from tiny import tiny_config
 
@@ -78,13 +79,37 @@ def test_layers_below_what_is_trained_go_forward_only():
     config = tiny_config("llama", num_hidden_layers=3)
     whole = ModelSpec.from_config(config)
     last = ModelSpec(config, trainable=lambda name: "layers.2." in name)
-    layer = matmul_parameters(whole) - config.vocab_size * config.hidden_size
+    head = config.vocab_size * config.hidden_size
+    layer = matmul_parameters(whole) - head
     forward, attention = forward_flops_per_token(whole, 20)
     assert forward == 2 * layer
     assert attention == 2 * 3 * config.num_attention_heads * config.head_dim * 20
-    # Backward of two layers of three is missing, in their matrices and their attention.
+    # Backward of two layers of three is missing, in their matrices and their attention, and the
+    # gradient of the head's matrix.
     saved = flops_per_token(whole, 20) - flops_per_token(last, 20)
-    assert saved == pytest.approx(2 / 3 * 2 * (forward + attention))
+    assert saved == pytest.approx(2 / 3 * 2 * (forward + attention) + 2 * head)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_frozen_head_has_no_gradient_of_its_own(tied):
+    config = tiny_config("llama", tied=tied)
+    head = 2 * config.vocab_size * config.hidden_size
+    found = [
+        flops_per_token(ModelSpec(config, lora=LoraSettings(rank=2, modules_to_save=saved)), 20)
+        for saved in ((), () if tied else ("lm_head",))
+    ]
+    assert found[1] - found[0] == (0 if tied else head)
+    whole = ModelSpec(config)
+    frozen = ModelSpec(config, trainable=lambda name: "layers" in name)
+    assert flops_per_token(whole, 20) - flops_per_token(frozen, 20) == head
+
+
+def test_adapters_of_experts_count_by_the_share_that_a_token_uses():
+    config = family_config("Qwen3-MoE")
+    lora = LoraSettings(rank=16, target_modules=(), target_parameters=("experts.down_proj",))
+    adapted = matmul_parameters(ModelSpec(config, lora=lora)) - matmul_parameters(ModelSpec(config))
+    used = config.num_experts_per_tok * 16 * (config.moe_intermediate_size + config.hidden_size)
+    assert adapted == config.num_hidden_layers * used
 
 
 def test_a_window_bounds_what_attention_costs():

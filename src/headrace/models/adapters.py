@@ -84,12 +84,8 @@ class Adapters:
 
     def rank(self, name: str, rows: int) -> int:
         """The rank of an A by its path in PEFT's files and its rows: experts have one each."""
-        path = name.rpartition(".lora_A.")[0]
-        for parameter in self.parameters:
-            module, part = self.on_parameter(parameter)
-            if module == path:
-                return rows // part.num_experts
-        return rows
+        part = self.module(name.rpartition(".lora_A.")[0])
+        return rows // part.num_experts if isinstance(part, AdaptedExperts) else rows
 
 
 def attach(

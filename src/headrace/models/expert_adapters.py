@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 ALIGNMENT = 8  # of sizes, for grouped products; what is filled up with zeros adds nothing
 
 
+def aligned(rank: int) -> int:
+    """The rank that is multiplied."""
+    return -(-rank // ALIGNMENT) * ALIGNMENT
+
+
 @dataclass(frozen=True)
 class LowRank:
     """The adapters of one parameter, an expert each.
@@ -49,9 +54,10 @@ class LowRank:
     def of_rows(self, rows_SI: torch.Tensor, ends_X: torch.Tensor) -> torch.Tensor:
         """What the adapters add to a product; rows in the order of their experts, ``(S, O)``."""
         a_XRI, b_XOR = self.factors()
-        missing = -a_XRI.shape[1] % ALIGNMENT
-        a_XIR = F.pad(a_XRI, (0, 0, 0, missing)).transpose(1, 2)
-        b_XRO = F.pad(b_XOR, (0, missing)).contiguous().transpose(1, 2)
+        missing = aligned(a_XRI.shape[1]) - a_XRI.shape[1]
+        if missing:  # a copy even of nothing, which a kept layer would hold until its backward
+            a_XRI, b_XOR = F.pad(a_XRI, (0, 0, 0, missing)), F.pad(b_XOR, (0, missing))
+        a_XIR, b_XRO = a_XRI.transpose(1, 2), b_XOR.contiguous().transpose(1, 2)
         inner_SR = grouped_matmul(rows_SI, a_XIR, ends_X) * self.scaling
         return grouped_matmul(inner_SR, b_XRO, ends_X)
 

@@ -54,7 +54,7 @@ def step_flops(spec: ModelSpec, lengths: npt.NDArray[np.integer[Any]]) -> float:
     )
     tokens, attention = float(lengths.sum()), _attention_flops(spec, lengths)
     attended = sum(attention) - sum(attention[:first]) * 2 / 3
-    return tokens * (matrices + 6.0 * _head(spec)) + attended
+    return tokens * (matrices + _head_factor(spec) * _head(spec)) + attended
 
 
 def forward_flops_per_token(spec: ModelSpec, sequence_length: int) -> tuple[float, float]:
@@ -103,6 +103,13 @@ def _matrices(spec: ModelSpec) -> list[tuple[int, ParamSpec]]:
 
 def _head(spec: ModelSpec) -> int:
     return spec.vocab_size * spec.hidden_size
+
+
+def _head_factor(spec: ModelSpec) -> int:
+    """As of other matrices; a tied one is the embedding's."""
+    unit = spec.units[0] if spec.tied else spec.units[-1]
+    name = spec.embedding_name if spec.tied else "head.weight"
+    return 6 if any(p.trainable for p in unit.params if p.local_name == name) else 4
 
 
 def _used(spec: ModelSpec, param: ParamSpec) -> float:

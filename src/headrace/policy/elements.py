@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
+from headrace.models.expert_adapters import aligned
 from headrace.models.flops import expert_counts, head_sizes
 from headrace.models.left_out import left_out
 
@@ -25,6 +26,11 @@ def kept_elements_per_token(spec: ModelSpec, layer: UnitLayout) -> int:
 
 def _outputs(spec: ModelSpec, layer: UnitLayout, param: ParamSpec) -> int:
     """Elements a token of what a matrix gives; experts lie in one parameter, (X, O, I) or not."""
+    if param.adapter and ".lora_A." in param.name:
+        assert spec.adapters is not None
+        rows = param.shape[0]
+        rank = spec.adapters.rank(param.name, rows)
+        return rows if rank == rows else chosen_experts(spec) * aligned(rank)
     if len(param.shape) != 3 or ".experts." not in param.name:
         return param.shape[0]
     chosen = chosen_experts(spec)

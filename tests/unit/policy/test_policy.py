@@ -311,3 +311,8 @@ def test_a_kept_layer_of_experts_is_counted_as_one_expert():
     router, gate_and_up = 128, 8 * 2 * 768
     found = kept_elements_per_token(spec, spec.units[1])
     assert found == attention + router + gate_and_up
+    lora = LoraSettings(rank=20, target_modules=(), target_parameters=("experts.gate_up_proj",))
+    adapted = ModelSpec(spec.config, lora=lora)
+    # Of A 8 experts' results, at a rank that grouped products take; of B as of any adapter.
+    found = kept_elements_per_token(adapted, adapted.units[1])
+    assert found == attention + router + gate_and_up + 8 * 24 + 2 * 768
