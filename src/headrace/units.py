@@ -37,6 +37,33 @@ def parse_bytes(text: str | float) -> int:
     return _parse(text, _BYTES, "size in bytes")
 
 
+def parse_memory(text: str | float, name: str) -> int:
+    """A size of memory or disk as bytes, where a forgotten unit would be taken at its word.
+
+    A number without a unit is bytes, as everywhere; below 1 MiB it is refused unless it is zero,
+    since no machine is that small and ``64`` was meant as GiB. With its unit any size is taken.
+
+    Args:
+        text: what the user gave.
+        name: the option, key or variable that it was given for, for messages.
+
+    Raises:
+        ConfigError: it is no size, or lacks its unit.
+    """
+    try:
+        num_bytes = parse_bytes(text)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error.message}", remedy=error.remedy) from error
+    bare = str(text).strip()
+    is_zero = not bare.strip("0._")
+    if 0 <= num_bytes < MIB and not is_zero and not bare[-1].isalpha():
+        raise ConfigError(
+            f"{name}: {bare} has no unit and so means {num_bytes} bytes, less than any machine has",
+            remedy=f"write the unit, such as {bare}GiB",
+        )
+    return num_bytes
+
+
 def parse_count(text: str | float) -> int:
     """``"1.5B"``, ``"30k"`` or a number, as a count (tokens, parameters)."""
     return _parse(text, _COUNTS, "count")

@@ -128,6 +128,8 @@ def test_an_override_that_is_no_size_is_a_configuration_error(machine):
     with pytest.raises(ConfigError, match="HEADRACE_HOST_MEMORY: 'lots' is not a size") as caught:
         machine.available(HEADRACE_HOST_MEMORY="lots")
     assert caught.value.remedy
+    with pytest.raises(ConfigError, match="HEADRACE_HOST_MEMORY: 64 has no unit"):
+        machine.available(HEADRACE_HOST_MEMORY="64")
 
 
 def test_the_explanation_names_every_source(machine):

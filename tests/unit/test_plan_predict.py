@@ -388,6 +388,8 @@ def test_folder_with_a_config(tmp_path):
         (["--model", "Qwen/Qwen3-8B", "--gpu", "h201"], "nearest: h200"),
         (["--model", "Qwen/Qwen3-8B", "--gpu", "h200", "--moments", "fp4"], "--moments is 'fp4'"),
         (["--model", "Qwen/Qwen3-8B", "--gpu", "h200", "--host-memory", "big"], "size in bytes"),
+        (["--gpu", "h200", "--host-memory", "64"], "--host-memory: 64 has no unit"),
+        (["--gpu", "h200", "--disk", "2"], "--disk: 2 has no unit"),
     ],
 )
 def test_wrong_argument_is_refused_with_a_remedy(arguments, message):

@@ -178,12 +178,14 @@ def _machine(
 ) -> Machine:
     from headrace.plan.machine import Rate, describe_machine, detect_machine
     from headrace.store.host_memory import host_memory as read_host_memory
-    from headrace.units import parse_bytes
+    from headrace.units import parse_memory
 
     memory = None
     if host_memory is not None:
-        memory = Rate(value=float(parse_bytes(host_memory)), origin="given")
-    given_disk = None if disk is None else Rate(value=float(parse_bytes(disk)), origin="given")
+        memory = Rate(value=float(parse_memory(host_memory, "--host-memory")), origin="given")
+    given_disk = None
+    if disk is not None:
+        given_disk = Rate(value=float(parse_memory(disk, "--disk")), origin="given")
     if gpu is None:
         if memory is None:
             here = read_host_memory()

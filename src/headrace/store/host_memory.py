@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.errors import ConfigError
-from headrace.units import format_bytes, parse_bytes
+from headrace.units import format_bytes, parse_memory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -101,7 +100,8 @@ def host_memory(
     fields = _key_values(proc / "meminfo")
     limits = _cgroup_limits(proc / "self" / "cgroup", cgroup)
     tightest = min(limits, key=lambda pair: pair[0] - pair[1], default=None)
-    override = _override(environ.get(OVERRIDE_VARIABLE))
+    given = environ.get(OVERRIDE_VARIABLE)
+    override = parse_memory(given, OVERRIDE_VARIABLE) if given else None
     pages = int((proc / "self" / "statm").read_text().split()[1])
     return HostMemory(
         total=fields["MemTotal"] * 1024,
@@ -111,15 +111,6 @@ def host_memory(
         cgroup_available=None if tightest is None else max(0, tightest[0] - tightest[1]),
         override=override,
     )
-
-
-def _override(text: str | None) -> int | None:
-    if not text:
-        return None
-    try:
-        return parse_bytes(text)
-    except ConfigError as error:
-        raise ConfigError(f"{OVERRIDE_VARIABLE}: {error.message}", remedy=error.remedy) from error
 
 
 def _key_values(path: Path) -> dict[str, int]:

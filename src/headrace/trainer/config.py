@@ -24,7 +24,7 @@ from headrace.trainer.config_file import apply_override, read_yaml, refuse_unkno
 from headrace.trainer.data_keys import DataKeys
 from headrace.trainer.model_keys import ModelKeys
 from headrace.trainer.schedule import Schedule, ScheduleSettings, resolve_warmup
-from headrace.units import parse_bytes
+from headrace.units import parse_bytes, parse_memory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -159,7 +159,9 @@ class TrainConfig(DataKeys, ModelKeys):
     @field_validator("async_save_memory", mode="before")
     @classmethod
     def _check_bytes(cls, value: Any) -> Any:
-        return None if value is None or isinstance(value, bool) else parse_bytes(value)
+        if value is None or isinstance(value, bool):
+            return None
+        return parse_memory(value, "async_save_memory")
 
     @field_validator("engine", mode="before")
     @classmethod

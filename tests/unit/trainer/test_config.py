@@ -60,6 +60,7 @@ def write(tmp_path, text):
         ({"engine": {"activations": "sometimes"}}, "engine.activations"),
         ({"engine": {"weight_slots": 1}}, "at least 2"),
         ({"engine": {"chunk_bytes": "64 lightyears"}}, "not a size in bytes"),
+        ({"async_save_memory": 64}, "async_save_memory: 64 has no unit"),
         ({"model_config": {"model_type": "llama"}}, "both are given"),
         ({"model_name_or_path": None}, "neither is given"),
         ({"lr_scheduler_type": "cosin"}, "use cosine"),
