@@ -46,16 +46,10 @@ def around_cutoff(audit: Node, quantities: Quantities) -> Section:
             for _, node in model.items("contamination")
         )
     )
-    over = ""
-    if any("twins" in reference for reference in references):
-        over = (
-            " The gain is measured over reference networks that cannot know, so that the dates "
-            "themselves count for nothing."
-        )
     blocks: list[Block] = [
         Paragraph(
             text="A model that only has honest skill has it on both sides of its own knowledge "
-            f"cutoff. One that remembers what happened is better before.{over}"
+            f"cutoff. One that remembers what happened is better before.{_over(references)}"
         )
     ]
     drawn = _periods(audit, quantities)
@@ -113,6 +107,27 @@ def around_cutoff(audit: Node, quantities: Quantities) -> Section:
 def _tested(found: Quantity) -> str:
     adjusted = found.p_adjusted is not None
     return p_cell(found.p_adjusted if adjusted else found.p_value)
+
+
+def _over(references: Sequence[str]) -> str:
+    """What the gains were measured over, as a sentence with the space before it."""
+    if any(reference.startswith("mean of") for reference in references):
+        return (
+            " The gain is measured over reference networks that cannot know, so that the dates "
+            "themselves count for nothing."
+        )
+    models = [reference for reference in references if reference.startswith("model ")]
+    if models:
+        return (
+            f" The gain is measured over {' or '.join(models)}, named as the reference: a model "
+            "of its own time."
+        )
+    if references:
+        return (
+            " The gain is measured over the constant, so what the dates themselves tell is still "
+            "in it."
+        )
+    return ""
 
 
 def _periods(audit: Node, quantities: Quantities) -> Block | None:

@@ -10,6 +10,8 @@ from itertools import chain
 
 import pytest
 
+from headrace.audit.conclude import choose_reference
+from headrace.audit.config import AuditConfig
 from headrace.errors import ConfigError, DataError, HeadraceError
 from headrace.report.render import write_report
 from headrace.report.text import with_interval
@@ -163,6 +165,28 @@ def test_twins_that_are_absent_are_not_explained(tmp_path, audit):
         words = ("Open circles", "untrained twins", "and twins", "reference networks")
         told.append([word in html for word in words])
     assert told == [[True] * 4, [False] * 4]
+
+
+@pytest.mark.parametrize(
+    ("num_twins", "named", "told"),
+    [
+        (4, None, "over reference networks that cannot know"),
+        (2, None, "over the constant"),
+        (4, "early", "over model early"),
+    ],
+)
+@pytest.mark.usefixtures("no_drawing")
+def test_what_gains_were_measured_over_is_what_the_audit_did(
+    tmp_path, audit, num_twins, named, told
+):
+    _, words = choose_reference([], [None] * num_twins, AuditConfig(), named)
+    for model in audit["models"]:
+        for record in model["contamination"].values():
+            record["reference"] = words
+    (tmp_path / "audit.json").write_text(json.dumps(audit))
+    write_report(out=tmp_path / "r.html", audit=tmp_path / "audit.json")
+    text = page_text((tmp_path / "r.html").read_text(encoding="utf-8"))
+    assert re.findall(r"The gain is measured (.*?)[.,:]", text) == [told]
 
 
 def test_names_are_text_and_never_markup_or_formulas(tmp_path, audit):
