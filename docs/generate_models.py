@@ -30,7 +30,7 @@ headrace doctor --model FOLDER
 
 needs no weights, only `config.json`, takes seconds, and says `ok`, or `refused` with the reason.
 The same test runs before the first step of `headrace train`, and is remembered by class, switches
-and versions. With adapters it compares them with PEFT's, too ([training.md](training.md)).
+and versions. With adapters it compares them with PEFT's, too ([adapters.md](adapters.md)).
 
 The twin is tested in float32 with weight slots that are overwritten with NaN whenever they are
 free: kept and recomputed activations, rows of one document and packed rows, the balancing loss of

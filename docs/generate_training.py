@@ -14,7 +14,7 @@ from typing import Any
 
 from headrace.engine.config import EngineConfig
 from headrace.trainer.config import TrainConfig
-from headrace.trainer.schema import attribute_docs, json_schema
+from headrace.trainer.schema import attribute_docs, json_schema, one_line
 
 TARGET = Path(__file__).with_name("training.md")
 SCHEMA = Path(__file__).with_name("headrace.schema.json")
@@ -27,7 +27,7 @@ def training_rows() -> list[tuple[str, str, str]]:
         default = field.get_default(call_default_factory=True)
         required = field.is_required() or name == "engine" or default is None or default == []
         shown = "" if required else f"`{json.dumps(default, default=str)}`"
-        rows.append((field.alias or name, shown, field.description or ""))
+        rows.append((field.alias or name, shown, one_line(field.description or "")))
     return rows
 
 

@@ -26,15 +26,23 @@ def json_schema() -> dict[str, Any]:
         found["additionalProperties"] = False
         for name, entry in found["properties"].items():
             entry["description"] = meanings[name]
+    for entry in schema["properties"].values():
+        if "description" in entry:
+            entry["description"] = one_line(entry["description"])
     # Sizes may be written with a unit.
     chunk = schema["$defs"]["EngineConfig"]["properties"]["chunk_bytes"]
     chunk["type"] = ["integer", "string"]
     return schema
 
 
+def one_line(text: str) -> str:
+    """A docstring of several lines as one, as a row of a table holds it."""
+    return " ".join(text.split())
+
+
 def attribute_docs(kind: Any) -> dict[str, str]:
     """What the docstring of a dataclass says of each of its fields, on one line."""
-    text = re.sub(r"\s+", " ", kind.__doc__ or "")
+    text = one_line(kind.__doc__ or "")
     names = [field.name for field in dataclasses.fields(kind)]
     found = {}
     for name in names:

@@ -29,6 +29,15 @@ def test_the_tables_of_keys_are_the_configuration():
     assert schema == generator["schema_text"](), "run: python docs/generate_training.py"
 
 
+def test_every_row_of_the_tables_of_keys_is_one_line():
+    generator = runpy.run_path(str(ROOT / "docs" / "generate_training.py"))
+    rows = [*generator["training_rows"](), *generator["engine_rows"]()]
+    assert [key for key, *cells in rows if "\n" in "".join(cells)] == []
+    properties = json.loads(generator["schema_text"]())["properties"]
+    broken = [key for key, entry in properties.items() if "\n" in entry.get("description", "")]
+    assert broken == []
+
+
 def test_the_data_page_names_every_key_of_a_dataset():
     page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
     missing = [name for name in DatasetSource.__dataclass_fields__ if f"`{name}" not in page]
