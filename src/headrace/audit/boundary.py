@@ -42,6 +42,8 @@ from headrace.audit.resample import (
 from headrace.errors import DataError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     Array = NDArray[np.float64]
@@ -50,6 +52,21 @@ if TYPE_CHECKING:
 _RUN_BLOCKS = 2
 # Of the other side's spread: what is left of a constant when means of dates are taken from it.
 _ROUNDING = 1e-12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Brief:
+    """What is left of a contrast when gain and target lose their mean over each run of dates.
+
+    Attributes:
+        part: of the pooled contrast.
+        p_value: that it falls at the cutoff, one-sided, the larger of both normalisations.
+        run: sessions.
+    """
+
+    part: float
+    p_value: float
+    run: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +80,7 @@ class Contrast:
         clusters: ``"dates"`` or ``"entities"``, likewise.
         p_value: one-sided, the largest.
         p_by_normalisation: the larger of both clusterings for each.
-        brief: part of the pooled contrast that is left when gain and target lose their mean over
-            each run of ``run`` sessions; 1 where rows are of entities.
-        run: sessions.
+        brief: what is left of it within runs of dates; None where rows are of entities.
     """
 
     before: Estimate
@@ -75,8 +90,7 @@ class Contrast:
     clusters: Literal["dates", "entities"]
     p_value: float
     p_by_normalisation: dict[str, float]
-    brief: float
-    run: int
+    brief: Brief | None
 
     @property
     def method(self) -> str:
@@ -184,10 +198,9 @@ def contrast(
         for key, estimate in tests.items()
     }
     counts = max(p_values, key=lambda key: p_values[key])
-    brief, run = 1.0, _RUN_BLOCKS * length
+    brief = None
     if entity is None and (whole := tests["pooled", "dates"].value) > 0:
-        parts = [_brief_covariance(gain[s], target[s], session[s], run) for s in sides]
-        brief = (parts[0] - parts[1]) / total_variance / whole
+        brief = _brief(gain, target, session, sides, length, whole=whole * total_variance)
     return Contrast(
         before=arms[counts[0]][0],
         after=arms[counts[0]][1],
@@ -198,18 +211,41 @@ def contrast(
         p_by_normalisation={
             name: max(p for key, p in p_values.items() if key[0] == name) for name in arms
         },
-        brief=float(brief),
-        run=run,
+        brief=brief,
     )
 
 
-def _brief_covariance(gain: Array, target: Array, session: NDArray[np.integer], run: int) -> float:
-    """Covariance of what changes within runs of ``run`` sessions, of one side."""
-    first = int(session.min())
-    block = (session - first) // run
+def _brief(
+    gain: Array,
+    target: Array,
+    session: NDArray[np.integer],
+    sides: Sequence[NDArray[np.bool_]],
+    length: int,
+    *,
+    whole: float,
+) -> Brief:
+    """Within runs of two blocks; ``whole`` is the contrast of covariances."""
+    run = _RUN_BLOCKS * length
+    gains = [
+        side_gain(
+            _within_runs(gain[side], session[side], run),
+            _within_runs(target[side], session[side], run),
+            session[side],
+            length,
+            min_blocks=MIN_BLOCKS_A_SIDE,
+        )
+        for side in sides
+    ]
+    covariance, ratio = (difference(before, after) for before, after in zip(*gains, strict=True))
+    p_value = max(covariance.p_above(), ratio.p_above()) if gains[0][0].value > 0 else 1.0
+    return Brief(part=covariance.value / whole, p_value=p_value, run=run)
+
+
+def _within_runs(values: Array, session: NDArray[np.integer], run: int) -> Array:
+    block = (session - session.min()) // run
     counts = np.maximum(np.bincount(block), 1)
-    means = [(np.bincount(block, values) / counts)[block] for values in (gain, target)]
-    return float(((gain - means[0]) * (target - means[1])).mean())
+    within: Array = values - (np.bincount(block, values) / counts)[block]
+    return within
 
 
 def _influences(

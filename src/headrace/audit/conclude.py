@@ -275,7 +275,7 @@ def _record(
             contrast_own_p={channel: own.p_value for channel, own in owns.items()},
             contrast_share={ch: c.contrast.value for ch, (c, _) in contrasts.items()},
             contrast_before={ch: c.before.value for ch, (c, _) in contrasts.items()},
-            contrast_brief={ch: (c.brief, c.run) for ch, (c, _) in contrasts.items()},
+            contrast_brief={ch: c.brief for ch, (c, _) in contrasts.items()},
             contrast_detectable={
                 ch: c.detectable(config.level) for ch, (c, _) in contrasts.items()
             },

@@ -91,7 +91,7 @@ def positive_control(
                 over.contrast.value,
                 before=over.before.value,
                 own_p=own.p_value,
-                brief=(over.brief, over.run),
+                brief=over.brief,
             )
             for (over, own), p in zip(results.values(), adjusted, strict=True)
         ),

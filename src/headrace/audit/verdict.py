@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from headrace.audit.boundary import Brief
     from headrace.audit.records import Channel, Verdict
 
 # The least share of var(y) that is called knowledge of the future. A date-block t of predictions
@@ -29,9 +30,11 @@ BEFORE_PART = 0.5
 OWN_LEVEL = 0.2
 
 # What a model knows of dates moves with them. Whoever reads the date or the past predicts the drift
-# of a target that drifts, and more of it on the longer side of a cutoff: a contrast that is gone
-# when means over a few weeks are taken out tells nothing.
+# of a target that drifts, and more of it on the longer side of a cutoff: a contrast tells nothing
+# where less than this part of it is left when means over a few weeks are taken out, and what is
+# left is no contrast by itself.
 BRIEF_PART = 0.5
+BRIEF_LEVEL = 0.05
 
 CHANNEL_WORDS: dict[str, str] = {
     "common": "what all entities do together on a date",
@@ -62,7 +65,7 @@ class Evidence:
         contrast_own_p: p-value of the contrast of the model's predictions alone, by channel.
         contrast_share, contrast_detectable: share of var(y); ``contrast_before``: the gain before
             the cutoff.
-        contrast_brief: (part of the contrast within runs of sessions, their number), likewise.
+        contrast_brief: what is left of the contrast within runs of dates, likewise.
         contrast_failed: why a channel has no contrast.
         recall: (significant before, significant after); ``None`` without a probe on either side.
         r2_negative: both arms below zero.
@@ -86,7 +89,7 @@ class Evidence:
     contrast_share: dict[Channel, float] = field(default_factory=dict)
     contrast_before: dict[Channel, float] = field(default_factory=dict)
     contrast_detectable: dict[Channel, float] = field(default_factory=dict)
-    contrast_brief: dict[Channel, tuple[float, int]] = field(default_factory=dict)
+    contrast_brief: dict[Channel, Brief | None] = field(default_factory=dict)
     contrast_failed: dict[Channel, str] = field(default_factory=dict)
     recall: tuple[bool, bool] | None = None
     r2_negative: bool = False
@@ -182,9 +185,7 @@ def judge(evidence: Evidence) -> Judgement:
     )
 
 
-def excuse(
-    share: float, *, before: float, own_p: float, brief: tuple[float, int] = (1.0, 0)
-) -> str:
+def excuse(share: float, *, before: float, own_p: float, brief: Brief | None = None) -> str:
     """Why a significant contrast of ``share`` of var(y) is no claim, or ""."""
     if share < LEAST_SHARE:
         return f"it is less than {LEAST_SHARE:g}"
@@ -193,11 +194,13 @@ def excuse(
             f"the gain before the cutoff is {before:.2g}: the model did worse after it, not well "
             "before"
         )
-    if brief[0] < BRIEF_PART:
-        return (
-            f"{1 - brief[0]:.0%} of it lies in what lasts longer than {brief[1]} sessions, such as "
-            "a trend, which a model follows that knows the date or the past"
-        )
+    if brief is not None and brief.part < BRIEF_PART:
+        by_itself = brief.p_value <= BRIEF_LEVEL and brief.part * share >= LEAST_SHARE
+        if not by_itself:
+            return (
+                f"{1 - brief.part:.0%} of it lies in what lasts longer than {brief.run} sessions, "
+                "such as a trend, which a model follows that knows the date or the past"
+            )
     if own_p >= OWN_LEVEL:
         return f"the model's own predictions do not fall at the cutoff (p = {own_p:.2g})"
     return ""
@@ -209,7 +212,7 @@ def _excuse(evidence: Evidence, channel: Channel) -> str:
         share,
         before=evidence.contrast_before.get(channel, share),
         own_p=evidence.contrast_own_p.get(channel, 0.0),
-        brief=evidence.contrast_brief.get(channel, (1.0, 0)),
+        brief=evidence.contrast_brief.get(channel),
     )
 
 

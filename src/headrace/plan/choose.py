@@ -126,6 +126,14 @@ def choose(model: Architecture, job: Job, machine: Machine, features: Features) 
 def _slice_counts(model: Architecture, job: Job) -> list[int]:
     """Numbers of slices of experts to try, the fewest first."""
     most, given = most_slices(model), job.expert_slices
+    if job.trained is not None and job.trained.adapts_experts:
+        if (given or 1) > 1:
+            raise ConfigError(
+                f"engine.expert_slices is {given}, but experts have adapters, which are sent with "
+                "their layer",
+                remedy="leave it out, or lora_target_parameters",
+            )
+        most = 1
     if given is None:
         return [*itertools.takewhile(lambda n: n < most, (1 << p for p in itertools.count())), most]
     if given > most:

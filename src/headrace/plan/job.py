@@ -44,6 +44,7 @@ class Trained:
         embedding: of the embedding.
         head: of the head.
         first_layer: where backward ends: nothing is trained below it.
+        adapts_experts: experts have adapters, with which their layers are sent whole.
     """
 
     total: int
@@ -52,6 +53,7 @@ class Trained:
     embedding: int
     head: int
     first_layer: int = 0
+    adapts_experts: bool = False
 
     @property
     def own(self) -> int:

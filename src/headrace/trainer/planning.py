@@ -238,4 +238,5 @@ def _counted(config: TrainConfig, source: ModelSource) -> Trained:
         embedding=counts[0],
         head=counts[-1],
         first_layer=spec.first_trained_layer,
+        adapts_experts=bool(spec.adapters is not None and spec.adapters.parameters),
     )

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from headrace.cli.plan import app
 from headrace.engine.config import EngineConfig
+from headrace.errors import ConfigError
 from headrace.models.lora import LoraSettings
 from headrace.models.spec import ModelSpec
 from headrace.plan.architecture import read_architecture
@@ -177,6 +178,22 @@ def test_adapters_on_every_expert_are_counted(plan):
     assert trained["added"] == trained["total"]
     assert 0 < trained["total"] - experts < 0.03 * experts
     assert round(trained["total"] / 1e6) == 945
+
+
+def test_layers_whose_experts_have_adapters_are_planned_whole(plan):
+    """As they are trained: no smaller card is named because experts could be sent in slices."""
+    keys = {
+        "model_name_or_path": "Qwen/Qwen3.5-35B-A3B-Base", "adapter": "lora", "lora_r": 16,
+        "lora_target_modules": "all-linear", "max_length": 2048,
+        "per_device_train_batch_size": 8, "gradient_accumulation_steps": 4,
+        "engine": {"activations": "recompute"},
+    }  # fmt: skip
+    on_experts = {"lora_target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    small = ["--gpu", "rtx-4090", "--host-memory", "64GiB"]
+    assert plan(*small, **keys)["plan"]["expert_slices"] > 1
+    assert plan(*small, **keys, **on_experts)["plan"]["expert_slices"] == 1
+    with pytest.raises(ConfigError, match="experts have adapters"):
+        plan(*small, **keys | {"engine": {"expert_slices": 2}}, **on_experts)
 
 
 def test_frozen_parameters_have_two_bytes_on_the_host(plan):
