@@ -34,8 +34,10 @@ and versions. With adapters it compares them with PEFT's, too ([adapters.md](ada
 
 The twin is tested in float32 with weight slots that are overwritten with NaN whenever they are
 free: kept and recomputed activations, rows of one document and packed rows, the balancing loss of
-routers where the class has one. The reference runs every document by itself with eager attention
-and eager experts.
+routers where the class has one. Where layers will be compiled, they are traced as well (for the
+CPU, some seconds more), for a compiler may lose a gradient without a word: torch 2.11 does where an
+autograd function's forward ends with an operator that returns its own argument, such as a cast to
+the type it has. The reference runs every document by itself with eager attention and eager experts.
 
 ## Proven families
 
