@@ -217,6 +217,9 @@ def test_a_base_holds_two_bytes_a_parameter(lora, base, tmp_path):
         value.numel() for value in load_file(base / "model.safetensors").values()
     )
     assert record["state_bytes"] == 2 * record["num_parameters"] + 12 * trained
+    assert record["num_trained_parameters"] == trained
+    assert (record["adapters"]["rank"], record["adapters"]["alpha"]) == (4, 8)
+    assert "self_attn.q_proj" in record["adapters"]["targets"]
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,7 @@ def _facts(runs: Sequence[Run]) -> Table:
         ("Model", lambda run: run.record.text("architecture", MISSING)),
         ("Weights held as", lambda run: run.record.text("dtype", MISSING)),
         ("Parameters", lambda run: _count(run.record.number("num_parameters"))),
+        ("Trained parameters", _trained),
         ("State (weights, moments)", lambda run: _bytes(run.record.number("state_bytes"))),
         ("Optimizer steps", lambda run: _exact(_last(run, "step"))),
         ("Tokens", lambda run: _exact(_last(run, "num_tokens"))),
@@ -156,6 +157,17 @@ def _median(run: Run, key: str) -> float | None:
 def _duration(record: Node) -> str:
     seconds = record.number("seconds")
     return MISSING if seconds is None else format_duration(seconds)
+
+
+def _trained(run: Run) -> str:
+    """Said where they are not all: of adapters, with their rank."""
+    trained = run.record.number("num_trained_parameters")
+    if trained is None or trained == run.record.number("num_parameters"):
+        return MISSING
+    adapters = run.record.maybe("adapters")
+    return format_count(trained) + (
+        "" if adapters is None else f", adapters of rank {adapters.integer('rank')}"
+    )
 
 
 def _processor(run: Run) -> str:

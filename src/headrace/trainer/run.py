@@ -362,6 +362,7 @@ def _say_plan(prepared: Prepared, say: Say) -> None:
 def _facts(prepared: Prepared) -> dict[str, Any]:
     """What ``run.json`` says of the run besides its sessions."""
     config, loader, state = prepared.config, prepared.loader, prepared.state
+    adapters = prepared.spec.adapters
     return {
         "name": config.run_name or config.output_dir.resolve().name,
         "status": "running",
@@ -369,6 +370,14 @@ def _facts(prepared: Prepared) -> dict[str, Any]:
         "architecture": type(prepared.spec.model).__name__,
         "dtype": config.dtype,
         "num_parameters": prepared.spec.num_parameters,
+        "num_trained_parameters": prepared.spec.num_trainable_parameters,
+        "adapters": None
+        if adapters is None
+        else {
+            "rank": adapters.settings.rank,
+            "alpha": adapters.settings.alpha,
+            "targets": [*adapters.relative_targets, *adapters.relative_parameters],
+        },
         "state_bytes": state.state_bytes,
         "allocated_bytes": state.allocated_bytes,
         "num_steps": prepared.settings.num_steps,

@@ -13,7 +13,9 @@ import pytest
 from headrace.audit.conclude import choose_reference
 from headrace.audit.config import AuditConfig
 from headrace.errors import ConfigError, DataError, HeadraceError
+from headrace.report.records import read_run
 from headrace.report.render import write_report
+from headrace.report.sections_training import training
 from headrace.report.text import with_interval
 
 PARTS = {
@@ -280,3 +282,20 @@ def test_a_failed_write_leaves_the_old_report(tmp_path, audit_file, monkeypatch)
         write_report(out=out, audit=audit_file)
     assert out.read_text() == "old"
     assert not list(tmp_path.glob(".r.html*"))
+
+
+@pytest.mark.parametrize(
+    ("facts", "cell"),
+    [
+        ({"num_trained_parameters": 4_200_000}, None),
+        ({"num_trained_parameters": 1_000_000}, "1.0M"),
+        ({"num_trained_parameters": 31_488, "adapters": {"rank": 8}}, "31.5k, adapters of rank 8"),
+    ],
+)
+def test_what_a_run_trained_is_said_where_it_is_not_all(tmp_path, make_run, facts, cell):
+    folder = make_run(tmp_path / "run")
+    record = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(record | facts))
+    run, _ = read_run(folder)
+    table = next(block for block in training([run]).blocks if getattr(block, "name", "") == "runs")
+    assert dict(table.rows).get("Trained parameters") == cell
