@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-PATIENCE = 60.0
+PATIENCE = 120.0
 
 
 class Forked:

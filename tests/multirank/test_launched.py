@@ -10,8 +10,7 @@ import time
 import pytest
 import yaml
 
-from crew import environment, free_port
-from preloaded import Command
+from forked import Forked
 
 pytestmark = pytest.mark.multirank
 
@@ -67,22 +66,10 @@ def config_file(make_config, tmp_path):
 
 
 @pytest.fixture
-def started(tmp_path):
-    """Starts a command as two ranks, or more; ends what is left of them."""
-    processes = []
-
-    def start(*command, size=2, only=None):
-        """``only``: a rank, and what it alone is told beside the command."""
-        port = free_port()
-        for rank in range(size):
-            more = [only[1]] if only and only[0] == rank else []
-            environ = environment(rank, size, port)
-            processes.append(Command([*command, *more], environ, tmp_path / f"output-{rank}"))
-        return processes
-
-    yield start
-    for process in processes:
-        process.kill()
+def ranks(tmp_path):
+    forked = Forked(tmp_path)
+    yield forked
+    forked.close()
 
 
 def wait_for_steps(folder, count, processes):
@@ -94,14 +81,6 @@ def wait_for_steps(folder, count, processes):
         for process in processes:
             assert process.exit_code is None, process.said()
         time.sleep(0.1)
-
-
-def ends(processes):
-    """Exit codes and outputs."""
-    deadline = time.monotonic() + PATIENCE
-    for process in processes:
-        process.end(max(0, deadline - time.monotonic()))
-    return [process.exit_code for process in processes], [process.said() for process in processes]
 
 
 def test_torchrun_trains(make_config, tmp_path):
@@ -122,12 +101,12 @@ def test_torchrun_trains(make_config, tmp_path):
     assert (tmp_path / "run" / "checkpoint-2" / "headrace.json").is_file()
 
 
-def test_a_signal_to_the_last_rank_saves_and_ends_all(config_file, started, tmp_path):
+def test_a_signal_to_the_last_rank_saves_and_ends_all(config_file, ranks, tmp_path):
     """With the documented code, and a checkpoint of the step that all of them finished."""
-    processes = started("train", config_file(requeue=True))
+    processes = ranks.start("train", config_file(requeue=True))
     wait_for_steps(tmp_path / "run", 2, processes)
     processes[1].send_signal(signal.SIGTERM)
-    codes, outputs = ends(processes)
+    codes, outputs = ranks.ends()
     assert codes == [75, 75], outputs
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["status"] == "stopped"
@@ -136,41 +115,42 @@ def test_a_signal_to_the_last_rank_saves_and_ends_all(config_file, started, tmp_
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_fails_ends_the_others_with_its_reason(
-    config_file, started, tmp_path, monkeypatch, rank
+    config_file, ranks, tmp_path, monkeypatch, rank
 ):
     """And its exit code, also where it keeps the store they meet at; a save is under way."""
     monkeypatch.setenv("FAILS", str(rank))
     script = tmp_path / "failing.py"
     script.write_text(FAILING)
     saves = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
-    processes = started(script, config_file(async_save_memory=2**30, **saves))
-    codes, outputs = ends(processes)
+    ranks.start(script, config_file(async_save_memory=2**30, **saves))
+    codes, outputs = ranks.ends()
     assert codes == [3, 3], outputs
     assert f"rank {rank} failed: the memory is gone" in outputs[1 - rank]
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed"
 
 
 def test_a_rank_whose_memory_runs_short_ends_the_others_with_its_reason(
-    config_file, started, tmp_path
+    config_file, ranks, tmp_path
 ):
     """All of them save first; the one that has room leaves the word to the one that has none."""
     script = tmp_path / "short.py"
     script.write_text(SHORT)
-    codes, outputs = ends(started(script, config_file()))
+    ranks.start(script, config_file())
+    codes, outputs = ranks.ends()
     assert codes == [3, 3], outputs
     assert "rank 1 failed: 1 KiB of host memory is left" in outputs[0]
     assert (tmp_path / "run" / "checkpoint-1" / "headrace.json").is_file()
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_a_rank_that_is_killed_is_named_by_every_other_one(config_file, started, tmp_path, rank):
+def test_a_rank_that_is_killed_is_named_by_every_other_one(config_file, ranks, tmp_path, rank):
     """No word of its own: who left, in which step, how to go on; nothing of gloo's, once a rank."""
     saves = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
-    processes = started("train", config_file(**saves), size=3)
+    processes = ranks.start("train", config_file(**saves), size=3)
     wait_for_steps(tmp_path / "run", 9, processes)
     processes[rank].kill()
     started_waiting = time.monotonic()
-    codes, outputs = ends(processes)
+    codes, outputs = ranks.ends()
     assert time.monotonic() - started_waiting < 30
     survivors = [0, 1, 2]
     survivors.remove(rank)
@@ -190,17 +170,18 @@ def test_a_rank_that_is_killed_is_named_by_every_other_one(config_file, started,
     ("only", "message"),
     [
         (None, "unknown key max_step; did you mean max_steps?"),
-        ((1, "lora_r=2"), "lora_r"),
-        ((1, "datasets.0.path=nowhere.jsonl"), "dataset 'nowhere.jsonl' does not exist"),
+        ("lora_r=2", "lora_r"),
+        ("datasets.0.path=nowhere.jsonl", "dataset 'nowhere.jsonl' does not exist"),
     ],
     ids=["before they meet, all", "before they meet, one", "while it is prepared, one"],
 )
-def test_a_bad_configuration_is_said_once(config_file, started, only, message):
+def test_a_bad_configuration_is_said_once(config_file, ranks, only, message):
     """By the first rank that has it; all end, with its code."""
     command = ["train", config_file()]
     if only is None:
         command.append("max_step=3")
-    codes, outputs = ends(started(*command, only=only))
+    ranks.start(*command, only=only)
+    codes, outputs = ranks.ends()
     assert codes == [2, 2], outputs
     said = "".join(outputs)
     assert said.count("headrace train: ") == 1, outputs

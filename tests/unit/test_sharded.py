@@ -1,5 +1,6 @@
 """Folders of torch.distributed.checkpoint: read as torch reads them, hostile ones refused."""
 
+import enum
 import io
 import json
 import os
@@ -37,6 +38,20 @@ def saved(tmp_path_factory):
     with pytest.warns(UserWarning, match="single process"):
         dcp.save(values, checkpoint_id=folder, no_dist=True)
     return folder, values
+
+
+def test_members_of_enumerations_are_known_however_they_are_written(tmp_path, monkeypatch):
+    """Python 3.11.2 writes them by their names, others by their values."""
+    for name, reduce in (
+        ("names", lambda member, _: (getattr, (type(member), member._name_))),
+        ("values", lambda member, _: (type(member), (member._value_,))),
+    ):
+        monkeypatch.setattr(enum.Enum, "__reduce_ex__", reduce)
+        with pytest.warns(UserWarning, match="single process"):
+            dcp.save({"a": torch.arange(3.0)}, checkpoint_id=tmp_path / name, no_dist=True)
+        content = (tmp_path / name / ".metadata").read_bytes()
+        assert (b"getattr" in content) == (name == "names")
+        assert list(ShardedCheckpoint(tmp_path / name).tensors) == ["a"]
 
 
 @pytest.fixture

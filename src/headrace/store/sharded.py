@@ -52,6 +52,7 @@ _KNOWN = {
     f"{_SHARDED}.MEM_FORMAT_ENCODING": "memory_format",
     "torch.Size": "Size",
     "torch.serialization._get_layout": "layout",
+    "builtins.getattr": "getattr",  # by which Python 3.11.2 names a member of an enumeration
     "pathlib.PosixPath": "path",
     "pathlib._local.PosixPath": "path",  # of Python 3.13
     "pathlib.WindowsPath": "path",
