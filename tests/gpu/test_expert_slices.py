@@ -8,7 +8,7 @@ from transformers import GptOssConfig, Qwen3MoeConfig
 
 from headrace.engine import AdamWConfig, Engine, EngineConfig
 from on_cuda import COMPILED_ON_CUDA
-from tiny import make_batch, returned_gradients, tiny_state
+from tiny import distances, make_batch, returned_gradients, tiny_state
 
 pytestmark = [*COMPILED_ON_CUDA, pytest.mark.slow]
 
@@ -37,14 +37,6 @@ def gradients(family, dtype, **settings):
         engine.synchronize()
     state.close()
     return result.loss, found
-
-
-def distances(found, wanted):
-    return {
-        name: float((found[name] - wanted[name]).norm() / wanted[name].norm())
-        for name in wanted
-        if wanted[name].norm() > 0
-    }
 
 
 @pytest.mark.parametrize("family", sorted(CONFIGS))

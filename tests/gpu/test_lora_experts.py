@@ -12,7 +12,7 @@ from headrace.models.spec import ModelSpec
 from headrace.selftest.twin import filled_state
 from headrace.store.state import ModelState
 from on_cuda import COMPILED_ON_CUDA
-from tiny import make_batch, parameters, returned_gradients
+from tiny import distances, make_batch, parameters, returned_gradients
 
 pytestmark = [*COMPILED_ON_CUDA, pytest.mark.slow]
 
@@ -43,14 +43,6 @@ def gradients(family, rank, dtype, **settings):
     state.close()
     exact.close()
     return found
-
-
-def distances(found, wanted):
-    return {
-        name: float((found[name] - wanted[name]).norm() / wanted[name].norm())
-        for name in wanted
-        if wanted[name].norm() > 0
-    }
 
 
 @pytest.mark.parametrize("family", sorted(CONFIGS))

@@ -79,6 +79,15 @@ def masters(state):
     return {param.name: unit.master(param) for unit, param in parameters(state)}
 
 
+def distances(found, wanted):
+    """Relative distance of each tensor by name, but of those that are zero."""
+    return {
+        name: float((found[name] - wanted[name]).norm() / wanted[name].norm())
+        for name in wanted
+        if wanted[name].norm() > 0
+    }
+
+
 def planes(state):
     """A copy of every plane as bits, so that comparing is bitwise."""
     copies = {"optimizer_step": torch.tensor(state.optimizer_step)}
